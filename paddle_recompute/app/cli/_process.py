@@ -91,7 +91,7 @@ def refused(name: str, words: str) -> Option:
 
 def _settings(context: click.Context, argument: click.Parameter, begun: str) -> list[str]:
     """The settings that begin so, for the completion of a shell."""
-    return [f"{name}=" for name in setting_names() if name.startswith(begun)]
+    return [f"{name}=" for name in setting_names(Config) if name.startswith(begun)]
 
 
 @contextmanager

@@ -233,6 +233,16 @@ def subsection(section: type[Section], name: str) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
+def setting_names(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """The dotted path of every setting, in the order of the sections."""
+    for name in section.model_fields:
+        inner = subsection(section, name)
+        if inner is None:
+            yield prefix + name
+        else:
+            yield from setting_names(inner, f"{prefix}{name}.")
+
+
 def default_of(section: type[Section], name: str) -> Any:
     """The default of the field `name`."""
     return section.model_fields[name].get_default(call_default_factory=True)

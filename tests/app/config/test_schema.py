@@ -49,7 +49,7 @@ FAULTS = {
     "model.num_layers=0": "must be greater than or equal to 1",
     "model.layer_norm_epsilon=.nan": "finite",
     "recompute.policy=budget": "has no effect without memory_budget; set it",
-    "recompute.memory_budget=1GiB; recompute.engine=fleet; recompute.policy=budget": "engine: fleet",
+    "recompute.memory_budget=1GiB; recompute.engine=fleet; recompute.policy=budget": "fleet",
     "recompute.policy=al": "did you mean all?",
     "recompute.policy=every_n; recompute.every_n=0": "greater than or equal to 1",
     "recompute.every_n=3": "no effect with policy: all",

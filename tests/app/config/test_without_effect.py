@@ -39,7 +39,12 @@ CASES = [
     ("train.measure_plain=false", PLAIN, IS_PLAIN, ""),
     ("train.verify=false", "", "mode is dygraph", "mode=static"),
     ("contrastive.chunk_size=16", "", "a rank has 16 pairs", "contrastive.global_batch=32"),
-    ("data.on_bad_line=skip", "", "the file that is mined", "data.source=files data.train_file=a"),
+    (
+        "data.on_bad_line=skip",
+        "",
+        "the file that is mined has none",
+        "data.source=files data.train_file=a",
+    ),
 ]
 
 
