@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from paddle_recompute.app.cli._process import (
     prepare_one_process,
     refused,
     run_on_ranks,
+    words_apart,
 )
 from paddle_recompute.app.config import Config, check_in_a_program, load_config
 from paddle_recompute.app.launch import is_launched, launch
@@ -103,7 +103,7 @@ def doctor(
         from paddle_recompute.app.doctor_runs import write_self_test
 
         file = Path(output or "paddle_recompute_self_test.json")
-        with _words(as_json):
+        with words_apart(as_json):
             result = write_self_test(file, device=device, say=click.echo)
         return _end_with(result, as_json)
     if config_file is None:
@@ -130,18 +130,13 @@ def _judge(
     output: str | None = None,
 ) -> None:
     """Print and write what `act` reports on the ranks, and end with its code."""
-    with _words(as_json):
+    with words_apart(as_json):
         report = run_on_ranks(config, arguments, act, start=_launch, result=f"{arguments[0]}.json")
     if is_launched():  # the launcher goes on with it
         return
     if output and is_main_rank():
         write_json(Path(output), report)
     _end_with(report, as_json and is_main_rank())
-
-
-def _words(as_json: bool) -> AbstractContextManager[Any]:
-    """Inside, words go to standard output, which `as_json` keeps for one object."""
-    return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
 def _end_with(report: dict[str, Any], as_json: bool) -> None:
