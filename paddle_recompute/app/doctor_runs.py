@@ -20,25 +20,44 @@ from paddle_recompute.app.trainer import (
     seeded_model,
 )
 from paddle_recompute.distributed import values_of_ranks
-from paddle_recompute.doctor import DoctorReport, doctor, self_test
+from paddle_recompute.doctor import doctor, self_test
 from paddle_recompute.grad_sync import GradientSync
 
 _MOST_PAIRS = 16
 
 
 def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
-    """Examine what `config` would train; rank 0 prints the findings and warnings of all ranks.
+    """Examine what `config` would train, in dygraph; rank 0 prints what all ranks found.
+
+    Only the data cache is written, and the report.
 
     Returns:
         The report as JSON; rank 0 writes it to ``doctor.json`` in ``train.output_dir``.
 
     Raises:
         OutputError: It cannot be written.
+        PaddleRecomputeError: The data, the weights or the configuration cannot be used.
     """
     is_main = os.environ.get("PADDLE_TRAINER_ID", "0") == "0"
     if is_main:
         say("Comparing the model with the plain one, in a few steps on one batch")
-    report = doctor_config(config)
+    rank = join_ranks(config)
+    data = load_data(config, rank)
+    local_batch = min(config.local_batch, _MOST_PAIRS)
+    batch = next(iter(load_batches(config, data, rank, local_batch=local_batch)))
+    del batch["index"]
+    model = seeded_model(config, data.tokenizer.vocab_size)
+    report = doctor(
+        model,
+        batch,
+        Objective(config, Chunks()).loss_of,
+        recompute=config.recompute if config.recompute.enable else None,
+        sync=GradientSync(model, **sync_arguments(config)) if config.world_size > 1 else None,
+        settings={
+            "strategy.amp_configs": config.to_dict()["strategy"]["amp_configs"],
+            "train.seed": config.train.seed,
+        },
+    )
     own = report.to_dict()
     for section, add in (("findings", report.add), ("warnings", report.warn)):
         for rank, found in enumerate(values_of_ranks(own[section], f"the {section}")):
@@ -49,41 +68,6 @@ def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
         say(str(report))
         write_json(config.train.output_dir / "doctor.json", report.to_dict())
     return report.to_dict()
-
-
-def doctor_config(config: Config, *, pairs: int = _MOST_PAIRS) -> DoctorReport:
-    """Examine what `config` would train, on this rank and the others, in dygraph.
-
-    Args:
-        config: The configuration of a run. Only its data cache is written.
-        pairs: The most pairs that are taken from this rank's first batch.
-
-    Returns:
-        The report of this rank.
-
-    Raises:
-        PaddleRecomputeError: The data, the weights or the configuration cannot be used.
-    """
-    rank = join_ranks(config)
-    data = load_data(config, rank)
-    batches = load_batches(config, data, rank, local_batch=min(config.local_batch, pairs))
-    batch = next(iter(batches))
-    del batch["index"]
-    model = seeded_model(config, data.tokenizer.vocab_size)
-    objective = Objective(config, Chunks())
-    sync = GradientSync(model, **sync_arguments(config)) if config.world_size > 1 else None
-    settings = {
-        "strategy.amp_configs": config.to_dict()["strategy"]["amp_configs"],
-        "train.seed": config.train.seed,
-    }
-    return doctor(
-        model,
-        batch,
-        objective.loss_of,
-        recompute=config.recompute if config.recompute.enable else None,
-        sync=sync,
-        settings=settings,
-    )
 
 
 def write_self_test(

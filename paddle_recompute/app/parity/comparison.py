@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from paddle_recompute.app.config import Config
 
-Arrays = dict[str, NDArray[Any]]
+Array = NDArray[Any]
+Arrays = dict[str, Array]
 FLEET = "dygraph fleet"
 """The reference: Paddle's own recompute and synchronization of gradients."""
 RUNS = ("dygraph plain", "dygraph recompute", FLEET, "static plain", "static recompute")
@@ -135,17 +136,12 @@ def compare(left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance
         JSON values: the differences of losses, of elements of the first gradient and of elements of
         the parameters after the last step; ``fault``: a sentence, or None.
     """
-    faults = (
-        *_figure_faults(left, right, tolerance),
-        *_gradient_faults(left.gradients, right.gradients, tolerance),
-        *_parameter_faults(left, right, initial, tolerance),
-    )
     return {
         "tolerance": tolerance.name,
         "loss_difference": _largest([np.array(left.losses) - np.array(right.losses)]),
         "gradient_difference": _largest_difference(left.gradients, right.gradients),
         "parameter_difference": _largest_difference(left.parameters, right.parameters),
-        "fault": next(iter(faults), None),
+        "fault": next(_faults(left, right, initial, tolerance), None),
     }
 
 
@@ -169,7 +165,7 @@ def in_words(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _figure_faults(left: Outcome, right: Outcome, tolerance: Tolerance) -> Iterator[str]:
+def _faults(left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance) -> Iterator[str]:
     for what, ours, theirs in (
         ("loss", left.losses, right.losses),
         ("gradient norm", left.grad_norms, right.grad_norms),
@@ -177,65 +173,49 @@ def _figure_faults(left: Outcome, right: Outcome, tolerance: Tolerance) -> Itera
         for step, (one, other) in enumerate(zip(ours, theirs, strict=True), 1):
             if not abs(one - other) <= tolerance.loss * abs(one):
                 yield f"{what} of step {step}: {one:.9g} and {other:.9g}"
-
-
-def _gradient_faults(left: Arrays, right: Arrays, tolerance: Tolerance) -> Iterator[str]:
-    yield from _name_faults("gradient", left, right)
-    floor = tolerance.gradient_floor * _size(left)
-    for name in _shared(left, right):
-        allowed = tolerance.gradient * _largest([left[name]]) + floor
-        found = _largest([left[name] - right[name]])
-        if not found <= allowed:
-            yield f"gradient of {name}: an element differs by {found:.3g}, allowed is {allowed:.3g}"
-
-
-def _parameter_faults(
-    left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance
-) -> Iterator[str]:
-    yield from _name_faults("parameter", left.parameters, right.parameters)
+    # A parameter with NaN or infinity is reported on its own, and has no part in the others' bound.
+    size = _largest(array[np.isfinite(array)] for array in left.gradients.values())
     farthest = sum(left.learning_rates)
-    noise = NOISE * _size(left.gradients)
-    for name in _shared(left.parameters, right.parameters):
-        one, other = left.parameters[name], right.parameters[name]
-        found, way = _root_mean_square(one - other), _root_mean_square(one - initial[name])
-        allowed = tolerance.parameter * (way + farthest)
-        gradient = left.gradients.get(name)
-        if tolerance != EXACT and gradient is not None and _largest([gradient]) < noise:
+
+    def of_gradient(name: str, one: Array, other: Array) -> tuple[float, float]:
+        allowed = tolerance.gradient * _largest([one]) + tolerance.gradient_floor * size
+        return _largest([one - other]), allowed
+
+    def of_parameter(name: str, one: Array, other: Array) -> tuple[float, float]:
+        allowed = tolerance.parameter * (_root_mean_square(one - initial[name]) + farthest)
+        is_noise = name in left.gradients and _largest([left.gradients[name]]) < NOISE * size
+        if is_noise and tolerance != EXACT:
             allowed = 2 * farthest
-        if not found <= allowed:
-            yield (
-                f"parameter {name}: differs by {found:.3g} (root mean square), allowed is "
-                f"{allowed:.3g}"
-            )
+        return _root_mean_square(one - other), allowed
 
-
-def _name_faults(what: str, left: Arrays, right: Arrays) -> Iterator[str]:
-    for name in [*left, *right]:
-        if name not in left or name not in right:
-            yield f"{what} of {name}: only one of the two has it"
-        elif left[name].shape != right[name].shape:
-            yield f"{what} of {name}: shapes {left[name].shape} and {right[name].shape}"
-
-
-def _shared(left: Arrays, right: Arrays) -> list[str]:
-    return [name for name in left if name in right and left[name].shape == right[name].shape]
+    for what, our, their, measure in (
+        ("gradient", left.gradients, right.gradients, of_gradient),
+        ("parameter", left.parameters, right.parameters, of_parameter),
+    ):
+        for name in {**our, **their}:
+            shapes = [arrays[name].shape for arrays in (our, their) if name in arrays]
+            if len(shapes) < 2:
+                yield f"{what} of {name}: only one of the two has it"
+            elif shapes[0] != shapes[1]:
+                yield f"{what} of {name}: shapes {shapes[0]} and {shapes[1]}"
+            else:
+                found, allowed = measure(name, our[name], their[name])
+                if not found <= allowed:
+                    yield f"{what} of {name}: differs by {found:.3g}, allowed is {allowed:.3g}"
 
 
 def _largest_difference(left: Arrays, right: Arrays) -> float:
-    return _largest(left[name] - right[name] for name in _shared(left, right))
+    return _largest(
+        left[name] - right[name]
+        for name in {*left} & {*right}
+        if left[name].shape == right[name].shape
+    )
 
 
-def _size(gradients: Arrays) -> float:
-    """The largest finite element of all gradients. A parameter with NaN or infinity is reported on
-    its own and must not change the bound of the others.
-    """
-    return _largest(array[np.isfinite(array)] for array in gradients.values())
-
-
-def _largest(arrays: Iterable[NDArray[Any]]) -> float:
+def _largest(arrays: Iterable[Array]) -> float:
     """The largest element; NaN if there is one."""
     return float(np.max([np.abs(array).max(initial=0.0) for array in arrays], initial=0.0))
 
 
-def _root_mean_square(array: NDArray[Any]) -> float:
+def _root_mean_square(array: Array) -> float:
     return float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) if array.size else 0.0

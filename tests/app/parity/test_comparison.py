@@ -123,4 +123,4 @@ def test_where_the_gradient_is_noise_a_parameter_may_go_as_far_as_it_can_and_no_
     assert not fault(right, left=left)
     assert fault(right, EXACT, left=left)
     right.parameters["second.bias"] += 0.01
-    assert "parameter second.bias" in fault(right, left=left)
+    assert "parameter of second.bias" in fault(right, left=left)
