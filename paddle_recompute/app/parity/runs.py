@@ -87,7 +87,7 @@ def train_and_compare(config: Config, *, steps: int, say: Callable[[str], Any]) 
             error.args = (f"{run}: {error}",)
             raise
         outcomes[run] = found
-        faults += [f"{run}: {name} differs between the ranks" for name in that_differ(found)[:1]]
+        faults += [f"{run}: {name} differs between the ranks" for name in _that_differ(found)[:1]]
     if why_not_fleet:
         kind = "Paddle's own recompute and synchronization (fleet)"
         notes.append(f"Not compared with {kind}: {why_not_fleet}")
@@ -211,7 +211,7 @@ def _gradients(moments: dict[str, Any]) -> Arrays:
     }
 
 
-def that_differ(found: Outcome) -> list[str]:
+def _that_differ(found: Outcome) -> list[str]:
     """The names of the parameters, and what else of a run, that the ranks do not have alike."""
     own: dict[str, Any] = {
         name: zlib.crc32(np.ascontiguousarray(array).tobytes())

@@ -141,13 +141,23 @@ def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
     assert [one.sync.mode for one in done] == ["auto", "auto", "fleet", "auto", "auto"]
 
 
-def test_ranks_that_drift_apart_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Outcome([2.0], [3.0], parameters={"second.bias": np.ones(3)})
-    assert runs.that_differ(found) == []
-    other: dict[str, Any] = {}
+@pytest.mark.parametrize(
+    "other",
+    [{"embeddings.word.weight": 1}, {"the loss": [2.5]}, {"the gradient norm": [0.0]}],
+)
+def test_ranks_that_drift_apart_are_told(
+    other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(config: Config, initial: dict[str, Any], *_: Any) -> Outcome:
+        return Outcome([2.0], [3.0], [1e-3], parameters=initial)
+
+    monkeypatch.setattr(runs, "_train", train)
     monkeypatch.setattr(runs, "values_of_ranks", lambda own, what: [own, {**own, **other}])
-    for other in ({"second.bias": 1}, {"the loss": [2.5]}, {"the gradient norm": [0.0]}):
-        assert runs.that_differ(found) == [*other]
+    result = run(tmp_path)
+    assert result.exit_code == 1, result.output
+    [name] = other
+    faults = [line for line in result.stdout.splitlines() if line.startswith("NO PARITY: ")]
+    assert faults == [f"NO PARITY: {one}: {name} differs between the ranks" for one in RUNS]
 
 
 @pytest.mark.parametrize(
