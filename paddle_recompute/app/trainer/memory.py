@@ -97,7 +97,7 @@ def measure_step(
         for _ in range(1 + WAITING_BATCHES)
     ]
     step([{name: rows[:8] for name, rows in batch.items()} for batch in steps[0]])
-    peak = _peak_of(partial(step, steps[0]), repeats=PROGRAM_STEPS if _frees_late(config) else 1)
+    peak = _peak_of(partial(step, steps[0]), repeats=PROGRAM_STEPS if frees_late(config) else 1)
     del step, objective, model, steps
     gc.collect()
     gc.collect()  # shards of ranks: what the first one frees has held them where it cannot see
@@ -121,7 +121,7 @@ def _without_overflow(config: Config) -> Config:
     return config.model_copy(update={"strategy": strategy})
 
 
-def _frees_late(config: Config) -> bool:
+def frees_late(config: Config) -> bool:
     """Whether a step is a Program on a CPU.
 
     There the executor (2.6, 3.x) frees in a thread of its own, after the operator: on a loaded

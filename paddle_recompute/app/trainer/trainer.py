@@ -275,7 +275,7 @@ class Trainer:
             )
         schedule = schedule_of(config, total)
         step = build_step(config, objective, model, schedule, data.tokenizer.vocab_size, plan)
-        steps = PlannedSteps(config, step, plan, model, rank=rank, say=say, replaced=self._replan)
+        steps = PlannedSteps(config, step, plan, model, rank=rank, replaced=self._replan)
         compiled = compile_as_configured(config, model, step)
         if compiled is not None:
             say(f"The model is {compiled}")
