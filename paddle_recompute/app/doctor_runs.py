@@ -12,15 +12,14 @@ import paddle
 
 from paddle_recompute._files import writing
 from paddle_recompute.app.config import Config, sync_arguments
+from paddle_recompute.app.data import build_loader, prepare_data
 from paddle_recompute.app.trainer import (
     Chunks,
     Objective,
     join_ranks,
-    load_batches,
-    load_data,
     seeded_model,
 )
-from paddle_recompute.distributed import values_of_ranks
+from paddle_recompute.distributed import barrier, values_of_ranks
 from paddle_recompute.doctor import DoctorReport, doctor, self_test
 from paddle_recompute.grad_sync import GradientSync
 
@@ -66,8 +65,8 @@ def doctor_config(config: Config, *, pairs: int = _MOST_PAIRS) -> DoctorReport:
         PaddleRecomputeError: The data, the weights or the configuration cannot be used.
     """
     rank = join_ranks(config)
-    data = load_data(config, rank)
-    batches = load_batches(config, data, rank, local_batch=min(config.local_batch, pairs))
+    data = prepare_data(config, rank, barrier)
+    batches = build_loader(config, data, rank, local_batch=min(config.local_batch, pairs))
     batch = next(iter(batches))
     del batch["index"]
     model = seeded_model(config, data.tokenizer.vocab_size)

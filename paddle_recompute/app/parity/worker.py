@@ -19,7 +19,7 @@ from paddle.optimizer import AdamW
 from safetensors.numpy import load_file, save_file
 
 from paddle_recompute.app.config import Config, schedule_of
-from paddle_recompute.app.data import PairLoader
+from paddle_recompute.app.data import PairLoader, build_loader, prepare_data
 from paddle_recompute.app.launch import prepare_rank
 from paddle_recompute.app.parity.outcome import (
     NO_REFERENCE,
@@ -36,8 +36,6 @@ from paddle_recompute.app.trainer import (
     build_step,
     check_mode,
     join_ranks,
-    load_batches,
-    load_data,
     seeded_model,
     step_seed,
     total_steps,
@@ -67,8 +65,8 @@ def train_all(folder: Path, config: Config, ranks: int, steps: int) -> None:
     rank = join_ranks(configs[0])
     for one in configs:
         check_mode(one)
-    data = load_data(config, rank)
-    loader = load_batches(configs[0], data, rank)
+    data = prepare_data(config, rank, barrier)
+    loader = build_loader(configs[0], data, rank)
     vocab_size, refusal = data.tokenizer.vocab_size, folder / NO_REFERENCE
     if ranks == 1:
         state = _state(seeded_model(config, vocab_size), Objective(config, Chunks()))

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute._paddle.amp import amp_state
 from paddle_recompute.app.config import Config
+from paddle_recompute.app.data import build_loader, prepare_data
 from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.retrieval import encode_batches
 from paddle_recompute.app.trainer import (
@@ -32,7 +33,6 @@ from paddle_recompute.app.trainer import (
 )
 from paddle_recompute.app.trainer import trainer as trainer_module
 from paddle_recompute.app.trainer.loop import batches_of
-from paddle_recompute.app.trainer.setup import load_batches, load_data
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.errors import (
@@ -388,7 +388,7 @@ def test_same_pairs_however_many_micro_batches(folder: Path) -> None:
             strategy__gradient_merge=k_steps > 1,
             strategy__gradient_merge_configs__k_steps=k_steps,
         )
-        loader = load_batches(config, load_data(config, 0), 0)
+        loader = build_loader(config, prepare_data(config, 0, lambda: None), 0)
         steps = list(batches_of(config, loader, 5, 9))
         assert [(step, epoch) for step, epoch, _ in steps] == [(6, 0), (7, 0), (8, 1), (9, 1)]
         assert all(len(micro_batches) == k_steps for _, _, micro_batches in steps)
