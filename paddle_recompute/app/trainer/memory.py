@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from paddle_recompute.app.trainer.setup import with_recompute, wrap
 from paddle_recompute.app.trainer.step import build_step, compile_as_configured
 from paddle_recompute.distributed import is_distributed, reduce_numbers
 from paddle_recompute.errors import PlanError, SelectionError
-from paddle_recompute.options import AmpConfigs
 from paddle_recompute.planner import (
     BUCKETS,
     PLAIN,
@@ -109,14 +109,7 @@ def _without_overflow(config: Config) -> Config:
     amp = config.strategy.amp_configs
     if not config.strategy.amp or amp.dtype == "bfloat16":
         return config
-    unscaled = AmpConfigs(
-        amp.dtype,
-        amp.level,
-        init_loss_scaling=1.0,
-        use_dynamic_loss_scaling=False,
-        custom_white_list=amp.custom_white_list,
-        custom_black_list=amp.custom_black_list,
-    )
+    unscaled = replace(amp, init_loss_scaling=1.0)
     strategy = config.strategy.model_copy(update={"amp_configs": unscaled})
     return config.model_copy(update={"strategy": strategy})
 

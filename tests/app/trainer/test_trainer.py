@@ -487,7 +487,7 @@ def test_skipped_steps_are_told_and_resumed(
         whole = Trainer(tiny(folder, train__output_dir=str(folder / "whole"), **FLOAT16)).run()
     # The step whose memory is measured must not be skipped, or AdamW would make no moments.
     *measured, trained = probed
-    assert {(a.init_loss_scaling, a.use_dynamic_loss_scaling) for a in measured} == {(1, False)}
+    assert {amp.init_loss_scaling for amp in measured} == {1}
     assert trained.init_loss_scaling == 2.0**19
     shown = capsys.readouterr()
     records = read_metrics(folder / "whole" / "metrics.jsonl")
