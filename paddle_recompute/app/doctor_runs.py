@@ -11,15 +11,14 @@ import paddle
 
 from paddle_recompute._files import write_json
 from paddle_recompute.app.config import Config, sync_arguments
+from paddle_recompute.app.data import build_loader, prepare_data
 from paddle_recompute.app.trainer import (
     Chunks,
     Objective,
     join_ranks,
-    load_batches,
-    load_data,
     seeded_model,
 )
-from paddle_recompute.distributed import values_of_ranks
+from paddle_recompute.distributed import barrier, values_of_ranks
 from paddle_recompute.doctor import doctor, self_test
 from paddle_recompute.grad_sync import GradientSync
 
@@ -42,9 +41,9 @@ def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
     if is_main:
         say("Comparing the model with the plain one, in a few steps on one batch")
     rank = join_ranks(config)
-    data = load_data(config, rank)
+    data = prepare_data(config, rank, barrier)
     local_batch = min(config.local_batch, _MOST_PAIRS)
-    batch = next(iter(load_batches(config, data, rank, local_batch=local_batch)))
+    batch = next(iter(build_loader(config, data, rank, local_batch=local_batch)))
     del batch["index"]
     model = seeded_model(config, data.tokenizer.vocab_size)
     report = doctor(

@@ -13,7 +13,7 @@ from paddle.optimizer import AdamW
 
 from paddle_recompute._files import write_json
 from paddle_recompute.app.config import Config, schedule_of
-from paddle_recompute.app.data import PairLoader
+from paddle_recompute.app.data import PairLoader, build_loader, prepare_data
 from paddle_recompute.app.parity.comparison import (
     FLEET,
     PAIRS,
@@ -31,14 +31,12 @@ from paddle_recompute.app.trainer import (
     build_step,
     check_mode,
     join_ranks,
-    load_batches,
-    load_data,
     seeded_model,
     step_seed,
     total_steps,
     wrap,
 )
-from paddle_recompute.distributed import broadcast_from_rank0, values_of_ranks
+from paddle_recompute.distributed import barrier, broadcast_from_rank0, values_of_ranks
 from paddle_recompute.errors import PaddleRecomputeError, RecomputeError, SelectionError
 
 _MOMENT = ":moment1"
@@ -69,8 +67,8 @@ def train_and_compare(config: Config, *, steps: int, say: Callable[[str], Any]) 
     configs = {run: _config_for(config, run) for run in RUNS if run != FLEET or not why_not_fleet}
     for one in configs.values():
         check_mode(one)
-    data = load_data(config, rank)
-    loader = load_batches(config, data, rank)
+    data = prepare_data(config, rank, barrier)
+    loader = build_loader(config, data, rank)
     vocab_size = data.tokenizer.vocab_size
     initial, outcomes, faults = _weights(config, vocab_size), {}, []
     for number, (run, own) in enumerate(configs.items(), 1):
