@@ -60,6 +60,7 @@ class ChunkedEncoder:
         self._cut: dict[int, tuple[int, ...]] = {}  # by head: the axes that are a chunk's length
         self.is_trained = False
         """After `encode`: whether an output needs a gradient."""
+        self._is_reached = False  # by the backward of the loss
         self._gradients: dict[int, paddle.Tensor] = {}  # by head (place among the outputs)
         self._repetition: Repetition
 
@@ -157,6 +158,8 @@ class ChunkedEncoder:
             part = heads[id(head)][1] + part if id(head) in heads else part
             heads[id(head)] = head, part
         del outputs, head
+        if number == self.num_chunks - 1:
+            self._gradients = {}
         if heads:
             tensors, gradients = zip(*heads.values(), strict=True)
             del heads, part
@@ -167,13 +170,13 @@ class ChunkedEncoder:
     @property
     def replays(self) -> range:
         """The chunks that need a second forward; none for a frozen encoder."""
-        return range(self.num_chunks if self._gradients else 0)
+        return range(self.num_chunks if self._is_reached else 0)
 
     def is_repeated(self) -> paddle.Tensor | None:
         """Whether the second forwards returned what the first ones did: one bool, not read; None if
         there were none.
         """
-        return self._repetition.answer() if self._gradients else None
+        return self._repetition.answer() if self._is_reached else None
 
     def _begin_row(self, before: ChunkedEncoder | None) -> None:
         row = None if before is None else before._row
@@ -203,7 +206,11 @@ class ChunkedEncoder:
         for place in self._gradients:
             self._repetition.note(place, self._paths[place], outputs[place])
         self._repetition.add(self._chunks[number])
-        return self._repetition.answer() if number == self.num_chunks - 1 else None
+        if number < self.num_chunks - 1:
+            return None
+        answer = self._repetition.answer()
+        self._repetition.end()
+        return answer
 
     def _leaves(
         self, output: Any, chunk: Chunk, *, again: bool = False
@@ -253,7 +260,7 @@ class ChunkedEncoder:
     def _receive(
         self, place: int, when_reached: Callable[[], None], gradient: paddle.Tensor
     ) -> None:
-        self._gradients[place] = gradient
+        self._gradients[place], self._is_reached = gradient, True
         when_reached()
 
     def _check_constants(self, first: dict[str, Any], now: dict[str, Any]) -> None:

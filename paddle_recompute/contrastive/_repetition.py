@@ -107,27 +107,35 @@ class Repetition:
 
     def answer(self) -> paddle.Tensor | None:
         """Whether all that was noted is equal: one bool on the device; None: nothing was."""
-        seconds, self._seconds, self._num_bytes = self._seconds, {}, 0
-        if seconds:
+        if self._chunks:
             rows = rows_of_all(self._chunks)
-        for place, parts in seconds.items():
+            self._chunks, self._num_bytes = [], 0
+        while self._seconds:
+            place, parts = self._seconds.popitem()
             now = paddle.concat(parts) if len(parts) > 1 else parts[0]
+            del parts
             found, before = _are_equal(rows_of(self._firsts[place], rows), now), self._answer
             self._answer = found if before is None else paddle.logical_and(before, found)
-        self._chunks = []
         return self._answer
+
+    def end(self) -> None:
+        """Free the first outputs, after the last `answer`."""
+        self._firsts = {}
 
 
 @paddle.no_grad()
 def _are_equal(then: paddle.Tensor, now: paddle.Tensor) -> paddle.Tensor:
-    """One bool: whether all rows are equal, within the tolerance; NaN is equal to NaN."""
+    """One bool: whether all rows are equal, within the tolerance; NaN is equal to NaN.
+
+    `now` is written to.
+    """
     if now.dtype in _HALF:
         then, now = then.astype("float32"), now.astype("float32")
     if now.ndim != 2:
         then, now = (one.reshape([len(now), -1]) for one in (then, now))
-    # Of two numbers fmax takes the one that is not NaN.
-    sizes = paddle.fmax(then.abs(), paddle.full([1], _TINY, then.dtype))
-    largest = sizes.max(axis=1, keepdim=True).clip(max=_HUGE)
+    largest = then.abs().max(axis=1, keepdim=True).clip(max=_HUGE)
+    # Of two numbers fmax takes the one that is not NaN; 0 / 0 would be NaN, too.
+    largest = paddle.fmax(largest, paddle.full([1], _TINY, largest.dtype))
     return paddle.allclose(
-        now / largest, then / largest, rtol=0.0, atol=REPETITION_TOLERANCE, equal_nan=True
+        now.divide_(largest), then / largest, rtol=0.0, atol=REPETITION_TOLERANCE, equal_nan=True
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paddle_recompute.replay.call import Call
+from paddle_recompute.replay.writes import watch_writes
 
 
 class Row:
@@ -22,6 +23,7 @@ class Row:
     """
 
     def __init__(self, function: Callable[..., Any], name: str, before: Row | None = None) -> None:
+        watch_writes()
         self._function = function
         self._name = name
         self._calls: list[Call] = []

@@ -329,7 +329,8 @@ class ChangesLater(Encoder):
         self.register_buffer("factor", paddle.ones([1]))
 
     def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
-        output = self.head(super().forward(ids)) * self.scale.value * self.factor
+        # A copy: the backward of a plain step would read what was written to the buffer meanwhile.
+        output = self.head(super().forward(ids)) * self.scale.value * self.factor.clone()
         if ids[0].tolist() in self.rows:
             if self.what == "object":
                 self.scale = Scale(self.scale.value + 1.0)
