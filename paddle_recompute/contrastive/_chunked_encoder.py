@@ -14,7 +14,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._nested import DICTS, is_tensor, map_leaves, map_tensors, named_leaves
+from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.backward import set_gradients
 from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, joined, padded, rows_of
@@ -55,7 +55,6 @@ class ChunkedEncoder:
         self._outputs: list[paddle.Tensor] = []  # of the first forward, if it keeps its graph
         self._row: Row | None = None
         self._form: Form | None = None
-        self._views: list[Any] = []  # the chunks, where they take no memory of their own
         self._paths: list[str] = []
         self._cut: dict[int, tuple[int, ...]] = {}  # by head: the axes that are a chunk's length
         self.is_trained = False
@@ -190,13 +189,7 @@ class ChunkedEncoder:
 
     def _arguments(self, number: int) -> Arguments:
         """For a forward of a chunk: new tensors, on which the encoder may put hooks."""
-        if number < len(self._views):
-            batch = map_tensors(paddle.Tensor.detach, self._views[number])
-        else:
-            chunk = self._chunks[number]
-            batch = chunk.of(self._batch)
-            if isinstance(chunk.rows, range) and is_tensor(self._batch):
-                self._views.append(batch)
+        batch = self._chunks[number].of(self._batch)
         if self._form is None:
             self._form = form_for(self.encoder, batch)
         return self._form(batch)

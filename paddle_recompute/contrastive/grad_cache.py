@@ -84,7 +84,7 @@ class GradCache:
 
     Effects of the encoder in Python (counters, hooks, logging) happen twice per chunk;
     ``is_recomputing()`` is true the second time. Every row of the second forward is compared with
-    the first; embeddings that `loss` changes in place are not. Where they differ, the gradient
+    the first. Where they differ, the gradient
     of the encoder's last chunk, and so the sum, becomes NaN in this call, on the device. The error
     comes in the first call, in every 64th, and in `check_repetition`, because the host has to wait
     for the device to know. `TrainStep` leaves out the update of such a step.
