@@ -20,7 +20,7 @@ from paddle_recompute._paddle.backward import set_gradients
 from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, joined, padded, rows_of
 from paddle_recompute.contrastive._repetition import Repetition, check_repetition, nan_unless
 from paddle_recompute.errors import DataError, RecomputeError
-from paddle_recompute.replay import Row, is_written_since, stamp
+from paddle_recompute.replay import Row, Stamp, is_written_since, stamp
 
 _CONSTANTS = (type(None), bool, int, float, str)
 _FLOATING = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
@@ -74,12 +74,12 @@ class ChunkedEncoder:
         Returns:
             The encoder's output, with all rows in every tensor.
         """
-        had_gradients = set_gradients(False)
-        set_gradients(had_gradients)
-        stamps = [(p, t, stamp(t)) for p, t in named_leaves(self._batch) if is_tensor(t)]
+        had_gradients = paddle.is_grad_enabled()
+        stamps: list[tuple[str, paddle.Tensor, Stamp]] = []
         # What a second forward would need is not recorded where there is none.
         if had_gradients and not self._keeps_graph:
             self._begin_row(before)
+            stamps = [(p, t, stamp(t)) for p, t in named_leaves(self._batch) if is_tensor(t)]
         structure: Any = None
         first: dict[str, Any] = {}
         parts: list[list[paddle.Tensor]] = []
@@ -286,13 +286,11 @@ def _source(
     """
     leaf = embedding.detach()
     leaf.stop_gradient = False
-    had_gradients = set_gradients(True)
-    start = leaf.clone()
-    start.register_hook(receive)
-    # Hooks that the loss registers come before `receive`.
-    source = start.clone()
-    set_gradients(had_gradients)
-    return start.detach(), source
+    with amp_off():
+        start = leaf.clone()
+        start.register_hook(receive)
+        # Hooks that the loss registers come before `receive`.
+        return start.detach(), start.clone()
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

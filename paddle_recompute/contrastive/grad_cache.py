@@ -84,10 +84,10 @@ class GradCache:
 
     Effects of the encoder in Python (counters, hooks, logging) happen twice per chunk;
     ``is_recomputing()`` is true the second time. Every row of the second forward is compared with
-    the first. Where they differ, the gradient
-    of the encoder's last chunk, and so the sum, becomes NaN in this call, on the device. The error
-    comes in the first call, in every 64th, and in `check_repetition`, because the host has to wait
-    for the device to know. `TrainStep` leaves out the update of such a step.
+    the first. Where they differ, the gradient of the encoder's last chunk, and so the sum, becomes
+    NaN in this call, on the device. The error comes in the first call, in every 64th, and in
+    `check_repetition`, because the host has to wait for the device to know. `TrainStep` leaves out
+    the update of such a step.
 
     Args:
         encoders: One encoder for both sides (tied), or a pair: (for queries, for positives). Each
