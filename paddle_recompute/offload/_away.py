@@ -136,13 +136,10 @@ class Away:
         self.unguard()
         self._stays = True
 
-    def copy(self) -> paddle.Tensor:
-        """A parameter of its name, flags and value, for one call."""
-        memory = travelling.over_same_memory(self.tensor) if self.is_here else self.slot.read()
-        return travelling.twin_of(self.tensor, memory)
-
-    def replace(self, copy: paddle.Tensor) -> None:
-        """Let it have the value of `copy`, which was written to."""
+    def set_value(self, value: Any) -> None:
+        """Give it other values, wherever it is."""
+        copy = travelling.twin_of(self.tensor, paddle.empty(self.tensor.shape, self.tensor.dtype))
+        travelling.set_values_of(copy, value)
         self._num_written += 1
         if self.is_here:
             travelling.take_memory(self.tensor, copy)
@@ -153,7 +150,7 @@ class Away:
     def numpy(self) -> np.ndarray[Any, Any]:
         """Its values, wherever it is; a copy."""
         if self.is_here:
-            return np.array(self.copy().numpy())
+            return np.array(travelling.over_same_memory(self.tensor).numpy())
         return self.slot.numpy()
 
 

@@ -40,7 +40,6 @@ class _StoredGradients:
 
     Attributes:
         present: The indices that have a gradient.
-        shown: Gradients that somebody has asked for; they are on the device until they are cleared.
     """
 
     def __init__(self, parameters: Sequence[paddle.Tensor], make_slot: MakeSlot) -> None:
@@ -49,14 +48,10 @@ class _StoredGradients:
         self._slots: dict[int, Slot] = {}
         self._zero: set[int] = set()
         self.present: set[int] = set()
-        self.shown: dict[int, paddle.Tensor] = {}
 
     def put(self, index: int, gradient: paddle.Tensor) -> None:
         self.present.add(index)
         self._zero.discard(index)
-        if index in self.shown:
-            self.shown[index] = gradient
-            return
         slot = self._slots.get(index)
         if slot is None:
             slot = self._slots[index] = self._make_slot()
@@ -66,15 +61,6 @@ class _StoredGradients:
         self.present.add(index)
         self._zero.add(index)
 
-    def show(self, index: int) -> paddle.Tensor | None:
-        """The sum itself: who changes it changes the gradient."""
-        if index in self.present and index not in self.shown:
-            shown = self.with_added(index, None)
-            assert shown is not None
-            self.shown[index] = shown
-            self._zero.discard(index)
-        return self.shown.get(index)
-
     def with_added(self, index: int, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
         """The sum so far, and `gradient`."""
         if index not in self.present:
@@ -82,7 +68,7 @@ class _StoredGradients:
         if index in self._zero:
             parameter = self._parameters[index]
             return paddle.zeros(parameter.shape, parameter.dtype) if gradient is None else gradient
-        kept = self.shown[index] if index in self.shown else self._slots[index].read()
+        kept = self._slots[index].read()
         return kept if gradient is None else kept.add_(gradient)
 
     def add(self, index: int, gradient: paddle.Tensor) -> None:
@@ -91,13 +77,12 @@ class _StoredGradients:
         self.put(index, total)
 
     def prefetch(self) -> None:
-        for index in self.present - self._zero - self.shown.keys():
+        for index in self.present - self._zero:
             self._slots[index].prefetch()
 
     def forget(self, index: int) -> None:
         self.present.discard(index)
         self._zero.discard(index)
-        self.shown.pop(index, None)
         if index in self._slots:
             self._slots[index].cancel_prefetch()
             self._free(index)
@@ -240,8 +225,6 @@ class ShardGradients:
         for index in self._kept.present:
             gradient = self._kept.with_added(index, None)
             assert gradient is not None
-            if index in self._kept.shown:
-                gradient = travelling.over_same_memory(gradient)
             if factor is not None:
                 gradient.scale_(factor)
             travelling.set_gradient(self.parameters[index], gradient)
@@ -252,19 +235,6 @@ class ShardGradients:
             for parameter in self.parameters:
                 travelling.set_gradient(parameter, None)
         self._begin_anew()
-
-    def show(self, index: int) -> paddle.Tensor | None:
-        """The gradient of the parameter `index`, for somebody who may change it in place."""
-        self._refuse_access(index)
-        self.keep(self.take())
-        return self._kept.show(index)
-
-    def replace(self, index: int, gradient: paddle.Tensor) -> None:
-        """Make `gradient` that of the parameter `index`."""
-        self._refuse_access(index)
-        self.clear([index], set_to_zero=False)
-        self._kept.shown[index] = gradient
-        self._kept.put(index, gradient)
 
     def clear(self, indices: Iterable[int], *, set_to_zero: bool) -> None:
         """Forget gradients, or make those zero that there are, as ``clear_gradient`` does."""
@@ -278,8 +248,6 @@ class ShardGradients:
                 or index in self._kept.present
                 or index in self._late.present
             )
-            if set_to_zero and index in self._kept.shown:
-                self._kept.shown[index].zero_()
             self._kept.forget(index)
             self._late.forget(index)
             self._means.discard(index)
@@ -313,13 +281,6 @@ class ShardGradients:
         self.is_lent = False
         for index, gradient in self.take().items():
             self._kept.put(index, gradient)
-
-    def _refuse_access(self, index: int) -> None:
-        if self.are_spread:
-            raise OffloadError(
-                f"the gradient of {self.parameters[index].name} is with the owner of its shard; "
-                "with offload='ranks' gradients cannot be read or set. Use offload='host' for that"
-            )
 
     def _begin_anew(self) -> None:
         self.squares = {}

@@ -33,9 +33,9 @@ class OffloadSequential(paddle.nn.Sequential):
     twice in one shard. A backward runs once.
 
     Names, ``state_dict``, ``set_state_dict`` and checkpoints are those of the plain
-    ``paddle.nn.Sequential``. ``state_dict`` returns copies in host memory. A parameter can be read
-    and written wherever it is, under ``paddle.no_grad()``; what needs its gradient, and a view of
-    it, are refused outside of `resident`.
+    ``paddle.nn.Sequential``. ``state_dict`` returns copies in host memory. ``numpy()`` reads a
+    parameter and ``set_value()`` writes it wherever it is; all else is refused outside of
+    `resident`.
 
     A tuple that a Layer returns becomes the positional arguments of the next one.
 

@@ -13,7 +13,7 @@ import io
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,8 +68,10 @@ class Side:
         self.hooks: list[Any] = []
         self.loss: Any = None
 
-    def resident(self, places: list[int]) -> contextlib.AbstractContextManager[Any]:
-        if not self.is_offloaded:
+    def resident(
+        self, places: Sequence[int], *, really: bool = True
+    ) -> contextlib.AbstractContextManager[Any]:
+        if not self.is_offloaded or not really:
             return contextlib.nullcontext()
         return self.model.resident(*(self.layers[place] for place in places))
 
@@ -171,12 +173,22 @@ GRADIENTS = {
 }
 
 
-def _clip_classes(side: Side, clip: Any) -> None:
-    pairs = [(p, p.grad) for p in side.parameters if p.grad is not None]
-    for parameter, gradient in clip(pairs):
-        parameter.grad = gradient
+def _gradient(side: Side, what: str, place: int, inside: bool) -> Any:
+    with side.resident(range(len(side.layers)), really=inside):
+        return _value(GRADIENTS[what](_parameter(side, place)))
 
 
+def _clip(side: Side, clip: Any) -> Any:
+    with side.resident(range(len(side.layers))):
+        if clip is None:
+            return _value(paddle.nn.utils.clip_grad_norm_(side.parameters, 0.05))
+        pairs = [(p, p.grad) for p in side.parameters if p.grad is not None]
+        for parameter, gradient in clip(pairs):
+            parameter.grad = gradient
+        return None
+
+
+CLIPS = (None, paddle.nn.ClipGradByGlobalNorm(0.1), paddle.nn.ClipGradByValue(0.01))
 AVERAGES: dict[str, Callable[[Any, Any], Any]] = {
     "sum": lambda average, p: average.set_value(0.9 * average + 0.1 * p),
     "in place": lambda average, p: average.scale_(0.9).add_(p * 0.1),
@@ -191,8 +203,9 @@ AVERAGES: dict[str, Callable[[Any, Any], Any]] = {
 
 def _average(side: Side, how: str) -> None:
     copies = [average.clone() for average in side.average]
-    for one, parameter in zip(copies, side.parameters, strict=True):
-        AVERAGES[how](one, parameter)
+    with side.resident(range(len(side.layers)), really=how != "numpy"):
+        for one, parameter in zip(copies, side.parameters, strict=True):
+            AVERAGES[how](one, parameter)
     side.average = copies
 
 
@@ -299,12 +312,9 @@ def actions(rng: random.Random, num_layers: int) -> list[tuple[str, Action]]:
                 _with_grad_mode(lambda s, w=weight, p=layer: _resident(s, w, p), False),
             ),
             (
-                f"gradient {gradient} of {place}",
+                f"gradient {gradient} of {place}, {flag}",
                 _with_grad_mode(
-                    lambda s, g=gradient, p=place: GRADIENTS[g](
-                        s.parameters[p % len(s.parameters)]
-                    ),
-                    False,
+                    lambda s, g=gradient, p=place, f=flag: _gradient(s, g, p, f), False
                 ),
             ),
             (f"average {average}", _with_grad_mode(lambda s, a=average: _average(s, a), grad)),
@@ -317,19 +327,9 @@ def actions(rng: random.Random, num_layers: int) -> list[tuple[str, Action]]:
                 lambda s, n=number, p=places, f=flag: _penalized(s, n, p, f),
             ),
             ("penalty", lambda s: [(p * p).sum() for p in s.parameters]),
-            (
-                "clip_grad_norm_",
-                lambda s: paddle.nn.utils.clip_grad_norm_(s.parameters, 0.05),
-            ),
-            (
-                "clip class",
-                _with_grad_mode(
-                    lambda s: _clip_classes(s, paddle.nn.ClipGradByGlobalNorm(0.1)), False
-                ),
-            ),
-            (
-                "clip by value",
-                _with_grad_mode(lambda s: _clip_classes(s, paddle.nn.ClipGradByValue(0.01)), False),
+            *(
+                (f"clip {clip}", _with_grad_mode(lambda s, c=clip: _clip(s, c), False))
+                for clip in CLIPS
             ),
             ("save or load", _reload),
             ("hook", lambda s, p=place: _hook(s, p % len(s.parameters))),
@@ -395,10 +395,10 @@ def verdict(seed: int, seen: Counter[str]) -> None:
         assert _same(found, wanted), f"{found} is not {wanted}: {where}"
         assert _same(offloaded.seen(), plain.seen()), f"another value after {where}"
         seen["equal"] += 1
-    gradients = [
-        [_value(None if p.grad is None else p.grad) for p in side.parameters]
-        for side in (offloaded, plain)
-    ]
+    gradients = []
+    for side in (offloaded, plain):
+        with side.resident(range(num_layers)):
+            gradients.append([_value(p.grad) for p in side.parameters])
     assert _same(*gradients), f"another gradient at the end of {story}"
 
 
