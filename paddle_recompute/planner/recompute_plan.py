@@ -18,7 +18,6 @@ from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.offloaded import offloaded
-from paddle_recompute.planner.pareto_front import next_faster, smallest
 from paddle_recompute.planner.simulate import (
     JOINED,
     Choice,
@@ -27,7 +26,7 @@ from paddle_recompute.planner.simulate import (
     seconds_of,
     simulate,
 )
-from paddle_recompute.planner.solve import Solution, solve
+from paddle_recompute.planner.solve import Solution, next_faster, smallest, solve
 from paddle_recompute.planner.stages import stages
 from paddle_recompute.recompute import (
     Unit,
