@@ -17,7 +17,6 @@ from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
-from paddle_recompute.planner.offloaded import offloaded
 from paddle_recompute.planner.simulate import (
     JOINED,
     Choice,
@@ -27,7 +26,7 @@ from paddle_recompute.planner.simulate import (
     simulate,
 )
 from paddle_recompute.planner.solve import Solution, next_faster, smallest, solve
-from paddle_recompute.planner.stages import stages
+from paddle_recompute.planner.stages import offloaded, stages
 from paddle_recompute.recompute import (
     Unit,
     is_treated,
@@ -326,11 +325,6 @@ def make_plan(
     )
 
 
-_SHARD = (
-    "spread the optimizer's state over more ranks (strategy.sharding: true, or ShardedOptimizer)"
-)
-
-
 def infeasible(
     costs: StepCosts, memory_budget: int, least: Solution, measured: Collection[int] = ()
 ) -> str:
@@ -342,25 +336,22 @@ def infeasible(
         least: What has the smallest predicted peak.
         measured: The peaks of the plans that were measured, in bytes; empty: none was.
     """
-    peak = least.timeline.peak
-    held = costs.base
-    lower = []
-    if peak.inside:
-        lower.append("name the parts of that block as checkpoints instead, so that less is live")
-    if costs.held.get("moments"):
-        lower.append("use an optimizer with smaller moments")
-        lower.append(_SHARD)
-    lower.append("give a smaller batch or gradient-cache chunk")
+    peak, held = least.timeline.peak, costs.base
+    shard = "spread the optimizer's state over more ranks (strategy.sharding: true, or "
+    shard += "ShardedOptimizer)"
     if peak.where.startswith("update") or held > 0.8 * peak.bytes:
-        lower = ["use fewer or smaller parameters, or an optimizer with smaller moments", _SHARD]
-    off = offloaded(costs)
-    if off is not None and off.peak_bytes < least.peak:
-        within = "within" if off.peak_bytes <= memory_budget else "still not within"
-        lower.append(f"take the blocks off the device: {off}, {within} the budget")
-    for stage in stages(costs, least.choices):
-        if stage.peak_bytes < least.peak:
-            within = "within" if stage.peak_bytes <= memory_budget else "still not within"
-            lower.append(f"spread more over the ranks: {stage}, {within} the budget")
+        lower = ["use fewer or smaller parameters, or an optimizer with smaller moments", shard]
+    else:
+        lower = ["give a smaller batch or gradient-cache chunk"]
+        if costs.held.get("moments"):
+            lower = ["use an optimizer with smaller moments", shard, *lower]
+        if peak.inside:
+            parts = "name the parts of that block as checkpoints instead, so that less is live"
+            lower = [parts, *lower]
+    for one in (offloaded(costs), *stages(costs, least.choices)):
+        if one is not None and one.peak_bytes < least.peak:
+            within = "within" if one.peak_bytes <= memory_budget else "still not within"
+            lower.append(f"set what takes less: {one}, {within} the budget")
     if measured:
         found = (
             f"of {len(measured)} plans that were measured, the one that took least had a peak of "
