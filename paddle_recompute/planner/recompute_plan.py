@@ -325,6 +325,11 @@ def make_plan(
     )
 
 
+_SHARD = (
+    "spread the optimizer's state over more ranks (strategy.sharding: true, or ShardedOptimizer)"
+)
+
+
 def infeasible(
     costs: StepCosts, memory_budget: int, least: Solution, measured: Collection[int] = ()
 ) -> str:
@@ -337,14 +342,12 @@ def infeasible(
         measured: The peaks of the plans that were measured, in bytes; empty: none was.
     """
     peak, held = least.timeline.peak, costs.base
-    shard = "spread the optimizer's state over more ranks (strategy.sharding: true, or "
-    shard += "ShardedOptimizer)"
     if peak.where.startswith("update") or held > 0.8 * peak.bytes:
-        lower = ["use fewer or smaller parameters, or an optimizer with smaller moments", shard]
+        lower = ["use fewer or smaller parameters, or an optimizer with smaller moments", _SHARD]
     else:
         lower = ["give a smaller batch or gradient-cache chunk"]
         if costs.held.get("moments"):
-            lower = ["use an optimizer with smaller moments", shard, *lower]
+            lower = ["use an optimizer with smaller moments", _SHARD, *lower]
         if peak.inside:
             parts = "name the parts of that block as checkpoints instead, so that less is live"
             lower = [parts, *lower]
