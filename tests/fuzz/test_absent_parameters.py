@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -103,50 +102,26 @@ def _same(one: Any, other: Any) -> bool:
 
 Action = Callable[[Side], Any]
 WEIGHTS = {
-    "square sum": lambda p: p.square().sum(),
-    "paddle.sum": lambda p: paddle.sum(p),
-    "norm": lambda p: paddle.linalg.norm(p),
-    "clone": lambda p: p.clone(),
-    "detach": lambda p: p.detach().numpy(),
-    "detach clone": lambda p: p.detach().clone(),
     "numpy": lambda p: p.numpy(),
-    "tolist": lambda p: p.tolist(),
     "asarray": lambda p: np.asarray(p),
-    "text": lambda p: str(p),
-    "cast": lambda p: paddle.cast(p, "float64"),
-    "row": lambda p: p[0],
-    "flatten": lambda p: paddle.concat([p.flatten(), p.reshape([-1])]),
-    "reversed": lambda p: 1.0 - p,
-    "tensor minus": lambda p: paddle.ones(p.shape) - p,
-    "stack": lambda p: paddle.stack([p, p]).mean(),
-    "is finite": lambda p: paddle.isfinite(p).all(),
-    "compare": lambda p: (p > 0).astype("int32").sum(),
-    "add_n": lambda p: paddle.add_n([p, p, paddle.ones(p.shape)]),
-    "where": lambda p: paddle.where(p > 0, p, paddle.zeros(p.shape)),
-    "to_tensor": lambda p: paddle.to_tensor(p),
     "facts": lambda p: [list(p.shape), str(p.dtype), p.stop_gradient, p.size, p.ndim, p.is_leaf],
-    "deepcopy": lambda p: copy.deepcopy(p),
-    "pickle": lambda p: [len(pickle.dumps(p)) > 0],
-    "save": lambda p: [paddle.save(p, io.BytesIO())],
-    "into a slice": lambda p: paddle.zeros([2, *p.shape]).__setitem__(0, p),
-    "copied": lambda p: paddle.zeros(p.shape).copy_(p, True),
-    "assigned": lambda p: paddle.assign(p, paddle.zeros(p.shape)),
-    "parameters_to_vector": lambda p: paddle.nn.utils.parameters_to_vector([p, p]),
-    "scale_": lambda p: p.scale_(0.5),
-    "add_": lambda p: p.add_(paddle.ones(p.shape)),
-    "zero_": lambda p: p.zero_(),
-    "clip_": lambda p: p.clip_(-0.1, 0.1),
-    "fill_": lambda p: p.fill_(0.25),
-    "setitem": lambda p: p.__setitem__(0, 0.5),
     "set_value": lambda p: p.set_value(np.full(p.shape, 0.125, "float32")),
-    "set_value tensor": lambda p: p.set_value(p * 0.5),
+    "set_value tensor": lambda p: p.set_value(paddle.to_tensor(p.numpy()) * 0.5),
+    "square sum": lambda p: p.square().sum(),
+    "detach": lambda p: p.detach().numpy(),
+    "row": lambda p: p[0],
+    "text": lambda p: str(p),
+    "tensor minus": lambda p: paddle.ones(p.shape) - p,
+    "into a slice": lambda p: paddle.zeros([2, *p.shape]).__setitem__(0, p),
+    "parameters_to_vector": lambda p: paddle.nn.utils.parameters_to_vector([p, p]),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "save": lambda p: [paddle.save(p, io.BytesIO())],
+    "scale_": lambda p: p.scale_(0.5),
+    "setitem": lambda p: p.__setitem__(0, 0.5),
     "copy_": lambda p: p.copy_(paddle.full(p.shape, 0.5), True),
     "assign": lambda p: paddle.assign(paddle.full(p.shape, -0.5), p),
-    "assign array": lambda p: paddle.assign(np.full(p.shape, 0.75, "float32"), p),
     "initializer": lambda p: paddle.nn.initializer.Constant(0.3)(p),
-    "normal": lambda p: paddle.nn.initializer.Normal()(p),
     "through detach": lambda p: p.detach().zero_(),
-    "plus": lambda p: p.__iadd__(1.0) if hasattr(p, "__iadd__") else None,
     "reshape_": lambda p: p.reshape_([-1]),
 }
 
@@ -190,14 +165,8 @@ def _clip(side: Side, clip: Any) -> Any:
 
 CLIPS = (None, paddle.nn.ClipGradByGlobalNorm(0.1), paddle.nn.ClipGradByValue(0.01))
 AVERAGES: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": lambda average, p: average.set_value(0.9 * average + 0.1 * p),
-    "in place": lambda average, p: average.scale_(0.9).add_(p * 0.1),
     "lerp": lambda average, p: average.lerp_(p, 0.1),
-    "detach": lambda average, p: average.scale_(0.9).add_(0.1 * p.detach()),
     "numpy": lambda average, p: average.set_value(0.9 * average.numpy() + 0.1 * p.numpy()),
-    "assign": lambda average, p: paddle.assign(p, average),
-    "copy_": lambda average, p: average.copy_(p, True),
-    "iadd": lambda average, p: average.__setitem__(slice(None), average + p),
 }
 
 
