@@ -143,12 +143,10 @@ class RecomputePlan:
         Raises:
             PlanError: Nothing stays within the budget.
         """
-        return make_plan(
-            replace(self.costs, excess=self.costs.excess + excess),
-            self.memory_budget,
-            signature=self.signature,
-            checkpoints=self.checkpoints,
-            preserve_rng_state=self.preserve_rng_state,
+        costs = replace(self.costs, excess=self.costs.excess + excess)
+        made = make_plan(costs, self.memory_budget, signature=self.signature)
+        return replace(
+            self, costs=costs, choices=made.choices, exact=made.exact, measured_bytes=None
         )
 
     @property
