@@ -84,6 +84,12 @@ class Away:
         self._arrived = None
         travelling.release_memory(self.tensor)
 
+    def release_to_others(self) -> None:
+        """`release`; graphs and views that the user has made keep the memory."""
+        self.write()
+        self._arrived = None
+        travelling.leave_memory(self.tensor)
+
     def unguard(self) -> None:
         """Let a parameter, which is here, be used like any other."""
         guarded.unguard(self.tensor)

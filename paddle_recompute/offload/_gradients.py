@@ -104,6 +104,7 @@ class ShardGradients:
         parameters: Of the shard.
         squares: Sum of the squares of each complete gradient, by the index of its parameter; one
             number on the device.
+        is_lent: Whether the gradients are in ``.grad``, where the user has them for a while.
         is_own: Whether this rank keeps them when they are the means over the ranks.
         are_spread: Whether they are those of one rank then; nobody can read or set them.
     """
@@ -117,6 +118,7 @@ class ShardGradients:
         self.is_complete = False
         self.present_here: set[int] = set()
         """The indices of the parameters that have a gradient on this rank."""
+        self.is_lent = False
         self.is_own, self.are_spread = True, False
         self._means: set[int] = set()
         self._kept = _StoredGradients(self.parameters, make_slot)
@@ -229,14 +231,18 @@ class ShardGradients:
 
     def end_step(self) -> None:
         """The optimizer has used the gradients, which stay until they are cleared."""
-        for parameter in self.parameters:
-            travelling.set_gradient(parameter, None)
+        if not self.is_lent:
+            for parameter in self.parameters:
+                travelling.set_gradient(parameter, None)
         self._begin_anew()
 
     def clear(self, indices: Iterable[int], *, set_to_zero: bool) -> None:
         """Forget gradients, or make those zero that there are, as ``clear_gradient`` does."""
         for index in indices:
             parameter = self.parameters[index]
+            if self.is_lent:
+                parameter.clear_gradient(set_to_zero)
+                continue
             had_one = (
                 gradient_of(parameter) is not None
                 or index in self._kept.present
@@ -260,6 +266,21 @@ class ShardGradients:
         )
         self.clear(all_or_trained, set_to_zero=set_to_zero)
         self._begin_anew()
+
+    @paddle.no_grad()
+    def lend(self) -> None:
+        """Put the gradients into ``.grad``, until `take_back`; the parameters are on the device."""
+        self.keep(self.take())
+        for index in list(self._kept.present):
+            travelling.set_gradient(self.parameters[index], self._kept.with_added(index, None))
+            self._kept.forget(index)
+        self.is_lent = True
+
+    def take_back(self) -> None:
+        """End of `lend`."""
+        self.is_lent = False
+        for index, gradient in self.take().items():
+            self._kept.put(index, gradient)
 
     def _begin_anew(self) -> None:
         self.squares = {}
@@ -300,9 +321,19 @@ class ChainGradients:
     @property
     def is_complete(self) -> bool:
         """Whether every shard's gradient is."""
-        return all(shard.is_complete for shard in self._order)
+        return all(shard.is_complete or shard.is_lent for shard in self._order)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a shard's gradients are in ``.grad``."""
+        return any(shard.is_lent for shard in self._order)
 
     def begin(self, sender: PieceSender | None) -> None:
+        if self.is_lent and sender is not None:
+            raise OffloadError(
+                "gradients are synchronized inside of resident(), where they are in .grad and not "
+                "with their shards; leave resident() before last_backward()"
+            )
         self._check_ranks(sender)
         self._sender = sender
         self._armed, self._next = True, 0
@@ -314,6 +345,8 @@ class ChainGradients:
 
     def collect(self, shard: ShardGradients) -> None:
         """`shard` will leave the device, or the backward has ended."""
+        if shard.is_lent:
+            return
         taken = shard.take()
         if self._armed and not shard.is_sent and self._is_next(shard):
             self._complete(shard, taken)
@@ -326,9 +359,10 @@ class ChainGradients:
 
     def finish(self) -> None:
         self._check_ranks(self._sender)
-        for shard in self._order:
+        kept = [shard for shard in self._order if not shard.is_lent]
+        for shard in kept:
             shard.keep(shard.take())
-        for shard in self._order:
+        for shard in kept:
             if not shard.is_sent:
                 self._complete(shard, {})
         self._take_sent()
@@ -350,7 +384,7 @@ class ChainGradients:
                 anywhere = {index for index, there in enumerate(told[first:end]) if there}
                 shard.without(shard.present - anywhere)
                 first = end
-        self._expected = None if any(late) else counts
+        self._expected = None if any(late) or self.is_lent else counts
         for shard, is_late in zip(self._order, late, strict=True):
             if is_late:
                 self._complete(shard, {})

@@ -2,7 +2,8 @@
 
 There is one place where it is enforced, `_call`: every method of such a parameter and every
 operator that is given it comes here (`_paddle.guarded`), wherever its memory is at the moment.
-``numpy()`` reads the values and ``set_value()`` writes them.
+``numpy()`` reads the values and ``set_value()`` writes them. Inside of `resident` the parameter is
+an ordinary one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle import guarded
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.offload._away import away_of
+
+_RESIDENT = (
+    "Inside `with resident(model):` (of paddle_recompute.offload) it is on the device, with its "
+    "gradient"
+)
 
 
 @functools.cache
@@ -44,14 +50,14 @@ def _call(
     raise OffloadError(
         f"{name} of {parameter.name}, which is offloaded: it is on the device while its shard "
         "computes. numpy() reads it, set_value() writes to it, and state_dict() has copies in "
-        "host memory. In place of a penalty on it, set weight_decay of its optimizer"
+        f"host memory. {_RESIDENT}, for a penalty on it too"
     )
 
 
 def _refuse_gradient(parameter: paddle.Tensor) -> None:
     raise OffloadError(
         f"the gradient of {parameter.name} is with its shard, which is offloaded, and cannot be "
-        "read or set. TrainStep clips it and tells its norm; clear_gradient() clears it"
+        f"read or set here. {_RESIDENT}. With offload='ranks' use offload='host' for that"
     )
 
 

@@ -86,8 +86,17 @@ class OffloadOptimizer:
     # ------------------------------------------------------------------------- for TrainStep
 
     def finish_with(self, on_complete: OnComplete) -> None:
-        """What is done to each gradient of the step when it is complete."""
+        """What is done to each gradient of the step when it is complete.
+
+        Raises:
+            OffloadError: A shard is resident.
+        """
         for chain in self._chains:
+            if chain.gradients.is_lent:
+                raise OffloadError(
+                    "TrainStep was called inside of resident(), where the gradients are in .grad "
+                    "and are not measured with their shards; call it outside"
+                )
             chain.gradients.on_complete = on_complete
 
     def squares(self) -> dict[int, paddle.Tensor]:

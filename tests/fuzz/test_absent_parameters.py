@@ -7,11 +7,12 @@ library and has changed nothing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import pytest
 
 from paddle_recompute import OffloadSequential
 from paddle_recompute.errors import PaddleRecomputeError
+from paddle_recompute.offload._away import away_of
 from tests.fuzz import budget
 
 WIDTH = 4
@@ -64,6 +66,13 @@ class Side:
         self.saved: Any = None
         self.hooks: list[Any] = []
         self.loss: Any = None
+
+    def resident(
+        self, places: Sequence[int], *, really: bool = True
+    ) -> contextlib.AbstractContextManager[Any]:
+        if not self.is_offloaded or not really:
+            return contextlib.nullcontext()
+        return self.model.resident(*(self.layers[place] for place in places))
 
     def forward(self, number: int) -> paddle.Tensor:
         paddle.seed(number)
@@ -117,18 +126,56 @@ WEIGHTS = {
 }
 
 
+def _set_gradient(p: paddle.Tensor) -> None:
+    """Plain Paddle (2.6, 3.3) marks a gradient that ``clear_grad()`` made zero: the next backward
+    takes its place, and what was written to it meanwhile is lost. An offloaded chain adds to it.
+    """
+    if p.grad is not None:
+        p.grad.set_value(paddle.ones(p.shape))
+        if away_of(p) is None:
+            p._unset_fake_empty()  # takes the mark away
+
+
 GRADIENTS = {
-    "grad": lambda p: [p.grad],
-    "set": lambda p: setattr(p, "grad", paddle.ones(p.shape)),
+    "grad": lambda p: None if p.grad is None else p.grad.numpy(),
+    "gradient": lambda p: p.gradient(),
+    "scale": lambda p: p.grad is not None and p.grad.scale_(0.5),
+    "replace": lambda p: p.grad is not None and setattr(p, "grad", p.grad * 2),
+    "set_value": _set_gradient,
     "clear": lambda p: p.clear_gradient(),
     "clear for good": lambda p: p.clear_gradient(False),
     "clear_grad": lambda p: p.clear_grad(),
 }
 
 
-def _average(side: Side) -> None:
-    for one, parameter in zip(side.average, side.parameters, strict=True):
-        one.set_value(0.9 * one.numpy() + 0.1 * parameter.numpy())
+def _gradient(side: Side, what: str, place: int, inside: bool) -> Any:
+    with side.resident(range(len(side.layers)), really=inside):
+        return _value(GRADIENTS[what](_parameter(side, place)))
+
+
+def _clip(side: Side, clip: Any) -> Any:
+    with side.resident(range(len(side.layers))):
+        if clip is None:
+            return _value(paddle.nn.utils.clip_grad_norm_(side.parameters, 0.05))
+        pairs = [(p, p.grad) for p in side.parameters if p.grad is not None]
+        for parameter, gradient in clip(pairs):
+            parameter.grad = gradient
+        return None
+
+
+CLIPS = (None, paddle.nn.ClipGradByGlobalNorm(0.1), paddle.nn.ClipGradByValue(0.01))
+AVERAGES: dict[str, Callable[[Any, Any], Any]] = {
+    "lerp": lambda average, p: average.lerp_(p, 0.1),
+    "numpy": lambda average, p: average.set_value(0.9 * average.numpy() + 0.1 * p.numpy()),
+}
+
+
+def _average(side: Side, how: str) -> None:
+    copies = [average.clone() for average in side.average]
+    with side.resident(range(len(side.layers)), really=how != "numpy"):
+        for one, parameter in zip(copies, side.parameters, strict=True):
+            AVERAGES[how](one, parameter)
+    side.average = copies
 
 
 def _step(side: Side, number: int, clear: bool | None, times: int) -> Any:
@@ -141,6 +188,23 @@ def _step(side: Side, number: int, clear: bool | None, times: int) -> Any:
     if clear is not None:
         side.optimizer.clear_grad(clear)
     return losses
+
+
+def _penalized(side: Side, number: int, places: list[int], inside: bool) -> Any:
+    def penalty_of(p: paddle.Tensor) -> paddle.Tensor:
+        # Where other shards are away, the chain's gradient may arrive before that of the penalty or
+        # after it: two numbers have the same sum, three need not.
+        several = len(places) == len(side.layers)
+        return (p * p).sum() + p.abs().mean() if several else p.square().sum()
+
+    with side.resident(places):
+        penalty = sum(penalty_of(p) for x in places for p in side.layers[x].parameters())
+        loss = side.forward(number) + 0.1 * penalty
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return loss
 
 
 def _reload(side: Side) -> None:
@@ -192,10 +256,12 @@ def actions(rng: random.Random, num_layers: int) -> list[tuple[str, Action]]:
     for _ in range(rng.randint(4, 9)):
         number, layer = rng.randrange(10**6), rng.randrange(num_layers)
         place = rng.randrange(5 * num_layers)
+        places = sorted(rng.sample(range(num_layers), rng.randint(1, num_layers)))
         grad = rng.random() < 0.25
         flag, times = rng.random() < 0.5, rng.choice([1, 1, 2, 3])
         clear = rng.choice([True, True, False, None])
         weight, gradient = rng.choice(list(WEIGHTS)), rng.choice(list(GRADIENTS))
+        average = rng.choice(list(AVERAGES))
         kinds: list[tuple[str, Action]] = [
             (f"step {clear} {times}", lambda s, n=number, c=clear, t=times: _step(s, n, c, t)),
             ("backward", lambda s, n=number: s.forward(n).backward()),
@@ -211,16 +277,29 @@ def actions(rng: random.Random, num_layers: int) -> list[tuple[str, Action]]:
                 ),
             ),
             (
-                f"gradient {gradient} of {place}",
-                lambda s, g=gradient, p=place: GRADIENTS[g](_parameter(s, p)),
+                f"resident: {weight} of {layer}",
+                _with_grad_mode(lambda s, w=weight, p=layer: _resident(s, w, p), False),
             ),
-            ("average", _average),
+            (
+                f"gradient {gradient} of {place}, {flag}",
+                _with_grad_mode(
+                    lambda s, g=gradient, p=place, f=flag: _gradient(s, g, p, f), False
+                ),
+            ),
+            (f"average {average}", _with_grad_mode(lambda s, a=average: _average(s, a), grad)),
             (
                 "average to model",
                 lambda s: [p.set_value(a) for p, a in zip(s.parameters, s.average, strict=True)],
             ),
+            (
+                f"penalty resident {places} {flag}",
+                lambda s, n=number, p=places, f=flag: _penalized(s, n, p, f),
+            ),
             ("penalty", lambda s: [(p * p).sum() for p in s.parameters]),
-            ("clip", lambda s: paddle.nn.utils.clip_grad_norm_(s.parameters, 0.05)),
+            *(
+                (f"clip {clip}", _with_grad_mode(lambda s, c=clip: _clip(s, c), False))
+                for clip in CLIPS
+            ),
             ("save or load", _reload),
             ("hook", lambda s, p=place: _hook(s, p % len(s.parameters))),
             ("hooks away", lambda s: [s.hooks.pop().remove() for _ in list(s.hooks)] and None),
@@ -231,6 +310,11 @@ def actions(rng: random.Random, num_layers: int) -> list[tuple[str, Action]]:
         heavy = rng.random() < 0.35
         chosen.append(kinds[0] if heavy else rng.choice(kinds))
     return chosen
+
+
+def _resident(side: Side, what: str, place: int) -> Any:
+    with side.resident([place]):
+        return _value(WEIGHTS[what](side.layers[place].second.weight))
 
 
 OPTIMIZERS: list[Callable[[Any], Any]] = [
@@ -280,6 +364,11 @@ def verdict(seed: int, seen: Counter[str]) -> None:
         assert _same(found, wanted), f"{found} is not {wanted}: {where}"
         assert _same(offloaded.seen(), plain.seen()), f"another value after {where}"
         seen["equal"] += 1
+    gradients = []
+    for side in (offloaded, plain):
+        with side.resident(range(num_layers)):
+            gradients.append([_value(p.grad) for p in side.parameters])
+    assert _same(*gradients), f"another gradient at the end of {story}"
 
 
 @pytest.mark.timeout(0)

@@ -404,6 +404,8 @@ def test_a_rank_that_is_killed_in_a_gather_is_named() -> None:
 
 def _refused() -> None:
     model = chain("ranks")
+    with pytest.raises(OffloadError, match="resident"), model.resident():
+        pass
     with pytest.raises(OffloadError, match="not synchronized"):
         optimizer = model.optimizer(adamw)
         cross_entropy(model, batch(0, 0)).backward()
