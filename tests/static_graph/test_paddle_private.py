@@ -6,6 +6,8 @@ all of them; 2.6.2, whose old representation `old_ir` reads, is the last release
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,22 @@ def test_the_old_representation_of_3_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(paddle.framework, "use_pir_api", lambda: False)
     with pytest.raises(StaticGraphError, match=r"FLAGS_enable_pir_api=0.*unset that flag"):
         _paddle_static.representation()
+
+
+def test_both_representations_have_what_is_asked_of_either() -> None:
+    """`native` returns a module, so nothing but this sees a name that one of the two lacks."""
+    room = Path(_paddle_static.__file__).parent
+    asked = set[str]()
+    for path in room.parents[1].rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        if "native()" in source or "native: ModuleType" in source:
+            own = r"|\bown\." if "own = native()" in source else ""
+            asked |= set(re.findall(rf"(?:\bnative\(\)\.|\b_?native\.{own})(\w+)", source))
+    assert len(asked) > 25
+    for name in ("pir", "old_ir"):
+        source = (room / f"{name}.py").read_text(encoding="utf-8")
+        made = re.findall(r"^(?:def )?(\w+)(?:\(| = )", source, flags=re.M)
+        assert not asked - {*made}, name
 
 
 # ------------------------------------------------------------------------------- exact numbers

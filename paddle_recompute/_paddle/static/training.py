@@ -118,23 +118,6 @@ def dtype_name(dtype: Any) -> str:
     return str(paddle.base.data_feeder.convert_dtype(dtype))
 
 
-def building_in(dtype: str | None, **lists: list[str]) -> contextlib.AbstractContextManager[None]:
-    """Mixed precision at level O1 for what is built inside; None is float32.
-
-    In PIR operators are cast while they are added; in the old representation `minimize` does it.
-    """
-    return contextlib.nullcontext() if dtype is None else native().building_in(dtype, **lists)
-
-
-def in_float32() -> contextlib.AbstractContextManager[None]:
-    """What is added to the Program inside is not cast by mixed precision.
-
-    In PIR nothing is while it is added; in the old representation it is marked for the casts that
-    come later (`old_ir_fleet.cast_to_bfloat16`).
-    """
-    return native().in_float32()
-
-
 class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
     """Clips as ``ClipGradByGlobalNorm`` and writes the norm before it to a variable.
 
