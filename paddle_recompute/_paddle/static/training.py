@@ -19,29 +19,26 @@ ParamsGrads = list[tuple[Variable, Variable]]
 
 
 @contextlib.contextmanager
-def static_mode() -> Iterator[None]:
+def _mode(*, dygraph: bool) -> Iterator[None]:
+    if paddle.in_dynamic_mode() == dygraph:
+        yield
+        return
+    modes = paddle.enable_static, paddle.disable_static
+    modes[dygraph]()
+    try:
+        yield
+    finally:
+        modes[not dygraph]()
+
+
+def static_mode() -> contextlib.AbstractContextManager[None]:
     """Inside, Programs are built and run; afterwards what was before."""
-    if not paddle.in_dynamic_mode():
-        yield
-        return
-    paddle.enable_static()
-    try:
-        yield
-    finally:
-        paddle.disable_static()
+    return _mode(dygraph=False)
 
 
-@contextlib.contextmanager
-def dygraph_mode() -> Iterator[None]:
+def dygraph_mode() -> contextlib.AbstractContextManager[None]:
     """Inside, operators run at once; afterwards what was before."""
-    if paddle.in_dynamic_mode():
-        yield
-        return
-    paddle.disable_static()
-    try:
-        yield
-    finally:
-        paddle.enable_static()
+    return _mode(dygraph=True)
 
 
 def in_thread_of_its_own(function: Callable[[], Result]) -> Result:
