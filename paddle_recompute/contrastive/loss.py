@@ -15,7 +15,7 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute._paddle import device
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.backward import watch_backward
-from paddle_recompute._paddle.static import training
+from paddle_recompute._paddle.static import native
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._dense_loss import whole_loss
@@ -231,7 +231,7 @@ class ContrastiveLoss(paddle.nn.Layer):
                 f"{self.group}: in a Program negatives come from all ranks; set group=None, or "
                 "negatives='local'"
             )
-        with amp_off() if is_dygraph() else training.in_float32():
+        with amp_off() if is_dygraph() else native().in_float32():
             batch, weight = self._batch(*given)
             options = LossOptions(self.symmetric, self.label_smoothing, weight, self.normalize)
             scale = self._scale(batch.queries.dtype)

@@ -84,11 +84,13 @@ class ProgramBuilder:
         """Around what is added to a Program in mixed precision, if there is one."""
         amp = self.config.amp
         if amp is None:
-            return training.building_in(None)
-        lists = amp.custom_white_list, amp.custom_black_list
-        return training.building_in(
-            amp.dtype, custom_white_list=lists[0], custom_black_list=lists[1]
+            return contextlib.nullcontext()
+        inside: contextlib.AbstractContextManager[None] = native().building_in(
+            amp.dtype,
+            custom_white_list=amp.custom_white_list,
+            custom_black_list=amp.custom_black_list,
         )
+        return inside
 
     @property
     def dtype(self) -> str | None:

@@ -29,7 +29,7 @@ from paddle_recompute.static_graph._chunk_programs import (
     sum_of,
 )
 from paddle_recompute.static_graph._feeds import Feeds
-from paddle_recompute.static_graph._trained_program import Arrays, ScopeState
+from paddle_recompute.static_graph._trained_program import Arrays, ScopeState, TrainedProgram
 from paddle_recompute.static_graph.minimize import minimize
 from paddle_recompute.static_graph.strategy import distributed_strategy
 from paddle_recompute.train_step import LOSS_PREFIX, inputs_of_cache
@@ -275,6 +275,10 @@ class CachedProgram:
 
     def _set(self, variable: str, array: Any) -> None:
         self.state.tensor(variable).set(array, self.state.executor.place)
+
+
+Built = TrainedProgram | CachedProgram
+"""What a `StaticTrainStep` builds: without a gradient cache, or with one."""
 
 
 def _parameters_of(loss: paddle.nn.Layer | None) -> dict[str, paddle.Tensor]:

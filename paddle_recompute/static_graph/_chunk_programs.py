@@ -195,7 +195,7 @@ def _forward(
             "the encoder of a gradient cache returned no floating-point variable, so the loss "
             "would get no vectors"
         )
-    with training.in_float32():
+    with native().in_float32():
         # bfloat16 fits into float32 to the last bit; NumPy has none.
         found = [
             one.astype("float32") if _is_floating(dtype) else one
@@ -207,7 +207,7 @@ def _forward(
 def _weighted(forward: _Forward) -> Any:
     """The scalar whose gradient is that of a chunk; None: no output has a gradient."""
     terms = []
-    with training.in_float32():
+    with native().in_float32():
         for number, one in enumerate(forward.outputs):
             if _is_floating(forward.dtypes[number]) and not one.stop_gradient:
                 gradient = paddle.static.data(_GRADIENT.format(number), one.shape, "float32")

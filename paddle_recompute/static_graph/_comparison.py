@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import paddle
@@ -39,27 +39,14 @@ from paddle_recompute.replay import (
     on_host,
 )
 from paddle_recompute.static_graph._building import ProgramBuilder
-from paddle_recompute.static_graph._trained_program import Arrays, ScopeState
+from paddle_recompute.static_graph._cached_program import Built
+from paddle_recompute.static_graph._trained_program import Arrays
 from paddle_recompute.train_step import LOSS_PREFIX
 
 Backward = Callable[[Any, float], float]
 """``backward(micro_batch, weight)`` in dygraph returns the loss, and adds the gradients of `weight`
 times the loss to ``.grad``.
 """
-
-
-class Built(Protocol):
-    """What is compared."""
-
-    state: ScopeState
-    in_training: dict[str, bool]
-
-    @property
-    def exchanges_gradients(self) -> bool: ...
-
-    def losses_and_gradients(
-        self, micro_batches: Any, weights: Sequence[float]
-    ) -> tuple[NDArray[Any], Arrays]: ...
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ class Feeds:
 
     def __init__(self, micro_batch: Any, input_spec: Any = None, *, any_rows: bool = False) -> None:
         self._structure, self._constants = micro_batch, _constants(micro_batch)
-        arrays = dict(_arrays(micro_batch))
+        arrays = arrays_of(micro_batch)
         specs = {path: None for path in arrays} if input_spec is None else _specs(input_spec)
         if not arrays or specs.keys() != arrays.keys():
             raise ConfigError(
@@ -77,7 +76,7 @@ class Feeds:
         Raises:
             DataError: Its structure, a shape or a dtype differs from those of the Program.
         """
-        found = dict(_arrays(micro_batch))
+        found = arrays_of(micro_batch)
         if found.keys() != self._feeds.keys():
             raise DataError(
                 f"the micro-batch has arrays at {_listed(found)}; the Program was built for one "
@@ -106,7 +105,11 @@ class Feeds:
 
 def arrays_of(micro_batch: Any) -> dict[str, NDArray[Any]]:
     """The arrays in `micro_batch`, by path."""
-    return dict(_arrays(micro_batch))
+    return {
+        path: leaf if isinstance(leaf, np.ndarray) else leaf.numpy()
+        for path, leaf in _nested.named_leaves(micro_batch)
+        if _is_array(leaf)
+    }
 
 
 def length_of_first_axis(arrays: dict[str, NDArray[Any]]) -> int:
@@ -126,12 +129,6 @@ def _feed(number: int, path: str, array: NDArray[Any], spec: Any, *, any_rows: b
         shape = tuple(-1 if length is None else int(length) for length in spec.shape)
         dtype = training.dtype_name(spec.dtype)
     return _Feed(f"micro_batch_{number}", path, (-1, *shape[1:]) if any_rows else shape, dtype)
-
-
-def _arrays(micro_batch: Any) -> Iterator[tuple[str, NDArray[Any]]]:
-    for path, leaf in _nested.named_leaves(micro_batch):
-        if _is_array(leaf):
-            yield path, leaf if isinstance(leaf, np.ndarray) else leaf.numpy()
 
 
 def _constants(micro_batch: Any) -> list[Any]:

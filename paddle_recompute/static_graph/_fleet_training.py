@@ -15,14 +15,7 @@ from paddle_recompute.static_graph._request import Request
 Trained = tuple[list[Any], list[tuple[Variable, Variable]]]
 
 
-def cast_forward(loss: Variable, asked: Request) -> Variable:
-    """`loss`, in float32, of a Program whose forward is cast to bfloat16 if that is asked for."""
-    cast_program(old_ir.program_of(loss), asked)
-    is_cast = asked.dtype == "bfloat16" and loss.dtype != paddle.float32
-    return loss.astype("float32") if is_cast else loss
-
-
-def cast_program(program: paddle.static.Program, asked: Request) -> None:
+def cast_forward(program: paddle.static.Program, asked: Request) -> None:
     """Cast the forward of `program` to bfloat16 if that is asked for."""
     if asked.dtype == "bfloat16":
         old_ir_fleet.cast_to_bfloat16(

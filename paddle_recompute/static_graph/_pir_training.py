@@ -19,8 +19,8 @@ from paddle_recompute.static_graph._pir_data_parallel import (
 from paddle_recompute.static_graph._request import Request
 
 
-def cast_forward(loss: Any, asked: Request) -> Any:
-    """`loss`, whose Program must have been built in the precision that is asked for.
+def cast_forward(program: paddle.static.Program, asked: Request) -> None:
+    """Check that `program` was built in the precision that is asked for.
 
     PIR inserts casts while operators are added, so the precision cannot be changed afterwards.
 
@@ -29,8 +29,7 @@ def cast_forward(loss: Any, asked: Request) -> Any:
             or this CPU has no bfloat16.
     """
     if asked.dtype is not None:
-        _check_precision(asked, pir.operations(pir.program_of(loss)))
-    return loss
+        _check_precision(asked, pir.operations(program))
 
 
 def complete(program: paddle.static.Program, asked: Request) -> None:

@@ -91,7 +91,9 @@ def _differentiated(loss: Any, asked: Request, append: Callable[[Any], Result]) 
     own, program = _of_representation(), native().program_of(loss)
     forward = native().operations(program)
     check_recompute(program, is_asked_for=asked.recompute, names=asked.checkpoints)
-    loss = own.cast_forward(loss, asked)
+    own.cast_forward(program, asked)
+    if asked.dtype == "bfloat16" and loss.dtype != paddle.float32:  # it was cast, too
+        loss = loss.astype("float32")
     backend().prepare(program)
     appended = append(loss)
     if asked.recompute:
@@ -106,9 +108,7 @@ def cast_forward(program: paddle.static.Program, strategy: fleet.DistributedStra
     PIR has done so while it was built.
     """
     if native().HAS_FLEET:
-        from paddle_recompute.static_graph import _fleet_training
-
-        _fleet_training.cast_program(program, Request.of(strategy))
+        _of_representation().cast_forward(program, Request.of(strategy))
 
 
 def _of_representation() -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -128,13 +129,8 @@ def _gradients_per_buffer(model: paddle.nn.Layer, mebibytes: int) -> int:
 
     Fleet's static graph of 2.6 counts gradients (``fuse_grad_size_in_num``), not bytes.
     """
-    sizes = [_num_bytes(one) for one in model.parameters() if not one.stop_gradient]
+    # Parameters of a Program are float32.
+    trained = [one for one in model.parameters() if not one.stop_gradient]
+    sizes: list[int] = [4 * math.prod(one.shape) for one in trained]
     average = sum(sizes) / max(1, len(sizes))
     return max(1, min(len(sizes), round(mebibytes * _MIB / max(1, average))))
-
-
-def _num_bytes(parameter: paddle.Tensor) -> int:
-    size = 4 if "32" in str(parameter.dtype) else 2
-    for length in parameter.shape:
-        size *= length
-    return size

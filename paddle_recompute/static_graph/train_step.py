@@ -39,7 +39,7 @@ from paddle_recompute.static_graph._building import (
     modes_of,
     names_in_scope,
 )
-from paddle_recompute.static_graph._cached_program import CachedProgram, ProgramCache
+from paddle_recompute.static_graph._cached_program import Built, CachedProgram, ProgramCache
 from paddle_recompute.static_graph._comparison import Comparison
 from paddle_recompute.static_graph._feeds import Feeds, arrays_of
 from paddle_recompute.static_graph._trained_program import (
@@ -159,7 +159,7 @@ class StaticTrainStep:
         self._accumulate_steps = config.accumulate_steps
         self._model = model
         self._loss = loss
-        self._built: TrainedProgram | CachedProgram | None = None
+        self._built: Built | None = None
         self._comparison: Comparison | None = None
         if model is not None and verify:
             self._comparison = Comparison(
@@ -342,7 +342,7 @@ class StaticTrainStep:
             (loss * weight).backward()
         return float(loss)
 
-    def _known(self) -> TrainedProgram | CachedProgram:
+    def _known(self) -> Built:
         if self._built is None:
             raise StaticGraphError(
                 "the Program of this StaticTrainStep is not built yet; the first step builds it, "

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from paddle.base.layer_helper import LayerHelper
 
+from paddle_recompute._paddle.static import ranks
 from paddle_recompute.static_graph import mark_checkpoint
 from tests.bfloat16 import HAS_BFLOAT16, needs_bfloat16
 from tests.processes import python_on_ranks
@@ -26,6 +28,7 @@ from tests.static_graph.models import (
     data,
     needs_pir,
     num_recomputed,
+    static_mode,
     train,
 )
 
@@ -95,7 +98,7 @@ def run_case(feeds: Any, rank: int, *, dropout: float = 0.0, seed: int = 0, **op
     return train(seeded, feeds=feeds, **{"steps": 4, **options})
 
 
-def worker(folder: Path) -> dict[str, Run]:
+def worker(folder: Path) -> dict[str, Any]:
     before = Path.cwd()
     os.chdir(folder)
     rank = paddle.distributed.get_rank()
@@ -108,8 +111,9 @@ def worker(folder: Path) -> dict[str, Run]:
         runs["sparse"] = train(
             sparse_embedding, (), feeds=lambda random: {"ids": np.arange(4) + rank}
         )
+    sums = sums_on_ranks()
     os.chdir(before)
-    return runs
+    return {**runs, "sums": sums}
 
 
 def sparse_embedding() -> Any:
@@ -117,6 +121,38 @@ def sparse_embedding() -> Any:
     ids = paddle.static.data("ids", [BATCH], "int64")
     x = paddle.nn.Embedding(5, HIDDEN, sparse=True)(ids)
     return mark_checkpoint(paddle.tanh(paddle.nn.Linear(HIDDEN, HIDDEN)(x)), "c").square().mean()
+
+
+def sums_on_ranks() -> list[float]:
+    rank = paddle.distributed.get_rank()
+    with static_mode():
+        main = paddle.static.Program()
+        with paddle.static.program_guard(main, paddle.static.Program()):
+            x = paddle.static.data("x", [2])
+            x.stop_gradient = False
+            assert not ranks.has_sums(main)
+            total = ranks.sum_over_ranks(x)
+            assert ranks.has_sums(main) and total.stop_gradient
+            feed = {"x": np.array([rank, 1.0], "float32")}
+            (found,) = paddle.static.Executor().run(main, feed=feed, fetch_list=[total])
+            if IS_26:
+                helper = LayerHelper("c_identity")
+                same = helper.create_variable_for_type_inference(x.dtype)
+                attributes = {"ring_id": 0, "use_calc_stream": True, "use_model_parallel": True}
+                helper.append_op(
+                    type="c_identity",
+                    inputs={"X": [x]},
+                    outputs={"Out": [same]},
+                    attrs=attributes,
+                )
+                with pytest.raises(Exception, match="Do not support c_identity for cpu"):
+                    paddle.static.Executor().run(main, feed=feed, fetch_list=[same])
+            else:
+                summed = paddle._C_ops.all_reduce(x * 1.0, 0, 0)
+                same = paddle._C_ops.c_identity(x * 1.0, 0, True, True)
+                for one in (summed, same):
+                    assert paddle.static.gradients([one.sum()], [x]) == [None]
+    return list(found.tolist())
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +211,12 @@ def test_size_of_buffers_changes_nothing(of_two_ranks: list[dict[str, Any]]) -> 
 def test_every_rank_starts_with_the_weights_of_rank_0(of_two_ranks: list[dict[str, Any]]) -> None:
     assert_equal(of_two_ranks[0]["other weights drawn"], of_two_ranks[0]["recompute"])
     assert_equal(of_two_ranks[1]["other weights drawn"], of_two_ranks[1]["recompute"])
+
+
+def test_sums_over_ranks_which_have_no_gradient(of_two_ranks: list[dict[str, Any]]) -> None:
+    """If a rank fails here, rows can be gathered with their gradients, and each rank can score its
+    own rows alone: `contrastive._gather_static`."""
+    assert [results["sums"] for results in of_two_ranks] == [[1.0, 2.0]] * 2
 
 
 ALL_STATIC = """

@@ -8,15 +8,13 @@ Paddle builds backward operators, so an unknown Paddle release is refused, not t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from types import ModuleType
+from typing import Literal
 
 import paddle
 
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import StaticGraphError
-
-if TYPE_CHECKING:
-    from paddle_recompute._paddle.static.interface import Native
 
 Representation = Literal["pir", "old_ir"]
 
@@ -47,8 +45,11 @@ def representation() -> Representation:
     return known
 
 
-def native() -> Native:
+def native() -> ModuleType:
     """The module of the representation that the installed Paddle builds Programs in.
+
+    What callers of both name, `pir` and `old_ir` both have
+    (``tests/static_graph/test_paddle_private.py``).
 
     Raises:
         StaticGraphError: This Paddle's static graph is not known.

@@ -25,34 +25,26 @@ COPY_OF = "recompute_copy_of"
 """Of a copy: its segment."""
 
 
-def refuse_unclaimed(marks: Iterable[tuple[str | None, str | None]]) -> None:
-    """Raise if a backward of Paddle itself goes over recomputed calls.
-
-    Args:
-        marks: `SCOPE` and `CLAIMED` of the operators that it goes over.
-    """
-    for scope, claimed in marks:
-        if scope is not None and claimed is None:
-            raise StaticGraphError(
-                f"this Program has recomputed Layers ('{scope}', ...), which Paddle's own "
-                "backward would not recompute; use paddle_recompute.static_graph.minimize("
-                "optimizer, loss, strategy) with strategy.recompute = True"
-            )
-
-
 def refusing_unclaimed(
     original: Callable[..., Any], marks: Callable[..., Iterable[tuple[str | None, str | None]]]
 ) -> Callable[..., Any]:
-    """`original`, through which every backward of Paddle goes, after a check of what it goes over.
+    """`original`, through which every backward of Paddle goes; over unclaimed calls it raises.
 
     Args:
         original: A function of Paddle that is looked up at each call.
-        marks: Of the arguments of `original`; as `refuse_unclaimed` takes them.
+        marks: Of the arguments of `original`: `SCOPE` and `CLAIMED` of the operators that the
+            backward goes over.
     """
 
     @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        refuse_unclaimed(marks(*args, **kwargs))
+        for scope, claimed in marks(*args, **kwargs):
+            if scope is not None and claimed is None:
+                raise StaticGraphError(
+                    f"this Program has recomputed Layers ('{scope}', ...), which Paddle's own "
+                    "backward would not recompute; use paddle_recompute.static_graph.minimize("
+                    "optimizer, loss, strategy) with strategy.recompute = True"
+                )
         return original(*args, **kwargs)
 
     return checked

@@ -94,7 +94,7 @@ def has_marks(program: paddle.static.Program) -> bool:
 
 
 def claim_recomputed_calls(program: paddle.static.Program) -> None:
-    """Tell `refuse_unclaimed` that a pass will recompute the calls in `program`."""
+    """Tell `refusing_unclaimed` that a pass will recompute the calls in `program`."""
     own = native()
     for operation in own.operations(program):
         if own.text_attribute(operation, SCOPE) is not None:

@@ -165,9 +165,13 @@ def reads_values_of(operator: Operator, name: str) -> bool:
     return any(slot not in shape_only for slot in slots)
 
 
-def is_persistable(block: Block, name: str) -> bool:
-    """Whether the variable lives from run to run, such as a parameter."""
-    variable = block.vars.get(name)
+def variable_of(block: Block, name: str) -> Variable | None:
+    """The variable called `name`; None if the block has none."""
+    return block.vars.get(name)
+
+
+def is_persistable(variable: Variable | None) -> bool:
+    """Whether `variable` lives from run to run, such as a parameter."""
     return variable is not None and bool(variable.persistable)
 
 
@@ -175,29 +179,22 @@ def written_parameters(program: paddle.static.Program) -> set[str]:
     """The variables that live from run to run and that operators of `program` write: statistics."""
     block = main_block(program)
     names = {name for operator in operations(program) for name in outputs_of(operator)}
-    return {name for name in names if is_persistable(block, name)}
+    return {name for name in names if is_persistable(variable_of(block, name))}
 
 
-def num_bytes(block: Block, name: str) -> int:
-    """Size of the variable in bytes; a dimension that is not known yet counts as 1."""
-    variable = block.vars.get(name)
-    if variable is None or not is_dense(variable):
+def num_bytes(variable: Variable | None) -> int:
+    """Size of `variable` in bytes; a dimension that is not known yet counts as 1."""
+    shape = shape_of(variable)
+    if shape is None:
         return 0
     dtype = dtype_name(variable)
     item_size = 2 if dtype in ("uint16", "bfloat16") else np.dtype(dtype).itemsize
-    return int(math.prod(max(1, size) for size in variable.shape) * item_size)
+    return int(math.prod(max(1, size) for size in shape) * item_size)
 
 
-def has_unknown_size(block: Block, name: str) -> bool:
-    """Whether a dimension of the variable is not known until a batch is fed."""
-    variable = block.vars.get(name)
-    return variable is not None and is_dense(variable) and any(n < 0 for n in variable.shape)
-
-
-def shape_of(block: Block, name: str) -> tuple[int, ...]:
-    """The shape of a variable as far as it is known."""
-    variable = block.vars.get(name)
-    return tuple(variable.shape) if variable is not None and is_dense(variable) else ()
+def shape_of(variable: Variable | None) -> tuple[int, ...] | None:
+    """The shape of `variable`, -1 where it is not known until a batch is fed; None: no tensor."""
+    return tuple(variable.shape) if variable is not None and is_dense(variable) else None
 
 
 def text_attribute(operator: Operator, name: str) -> str | None:

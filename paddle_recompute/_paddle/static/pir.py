@@ -194,15 +194,16 @@ def dtype_name(value: Value) -> str:
 
 def num_bytes(value: Value) -> int:
     """Size of `value` in bytes; a dimension that is not known yet counts as 1."""
-    if not is_dense(value):
+    shape = shape_of(value)
+    if shape is None:
         return 0
-    count: int = math.prod(max(1, size) for size in value.shape)
+    count: int = math.prod(max(1, size) for size in shape)
     return count * int(value.element_size())
 
 
-def has_unknown_size(value: Value) -> bool:
-    """Whether a dimension of `value` is not known until a batch is fed."""
-    return is_dense(value) and any(size < 0 for size in value.shape)
+def shape_of(value: Value) -> tuple[int, ...] | None:
+    """The shape of `value`, -1 where it is not known until a batch is fed; None: no tensor."""
+    return tuple(value.shape) if is_dense(value) else None
 
 
 def text_attribute(operation: Operation, name: str) -> str | None:

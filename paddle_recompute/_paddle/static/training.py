@@ -19,29 +19,26 @@ ParamsGrads = list[tuple[Variable, Variable]]
 
 
 @contextlib.contextmanager
-def static_mode() -> Iterator[None]:
+def _mode(*, dygraph: bool) -> Iterator[None]:
+    if paddle.in_dynamic_mode() == dygraph:
+        yield
+        return
+    modes = paddle.enable_static, paddle.disable_static
+    modes[dygraph]()
+    try:
+        yield
+    finally:
+        modes[not dygraph]()
+
+
+def static_mode() -> contextlib.AbstractContextManager[None]:
     """Inside, Programs are built and run; afterwards what was before."""
-    if not paddle.in_dynamic_mode():
-        yield
-        return
-    paddle.enable_static()
-    try:
-        yield
-    finally:
-        paddle.disable_static()
+    return _mode(dygraph=False)
 
 
-@contextlib.contextmanager
-def dygraph_mode() -> Iterator[None]:
+def dygraph_mode() -> contextlib.AbstractContextManager[None]:
     """Inside, operators run at once; afterwards what was before."""
-    if paddle.in_dynamic_mode():
-        yield
-        return
-    paddle.disable_static()
-    try:
-        yield
-    finally:
-        paddle.enable_static()
+    return _mode(dygraph=True)
 
 
 def in_thread_of_its_own(function: Callable[[], Result]) -> Result:
@@ -116,23 +113,6 @@ def dtype_name(dtype: Any) -> str:
     ``data_feeder.convert_dtype`` (2.6, 3.x) is how Paddle itself reads an ``InputSpec``.
     """
     return str(paddle.base.data_feeder.convert_dtype(dtype))
-
-
-def building_in(dtype: str | None, **lists: list[str]) -> contextlib.AbstractContextManager[None]:
-    """Mixed precision at level O1 for what is built inside; None is float32.
-
-    In PIR operators are cast while they are added; in the old representation `minimize` does it.
-    """
-    return contextlib.nullcontext() if dtype is None else native().building_in(dtype, **lists)
-
-
-def in_float32() -> contextlib.AbstractContextManager[None]:
-    """What is added to the Program inside is not cast by mixed precision.
-
-    In PIR nothing is while it is added; in the old representation it is marked for the casts that
-    come later (`old_ir_fleet.cast_to_bfloat16`).
-    """
-    return native().in_float32()
 
 
 class GradientNorm(paddle.nn.ClipGradByGlobalNorm):

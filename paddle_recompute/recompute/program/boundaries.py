@@ -61,7 +61,7 @@ def named(variable: Any) -> str:
     taken = native().checkpoints(variable.block.program) if hasattr(variable, "block") else {}
     for name, key in taken.items():
         if key == native().key(variable):
-            return name
+            return str(name)
     name = next(name for i in itertools.count() if (name := f"checkpoint_{i}") not in taken)
     mark_checkpoint(variable, name)
     return name

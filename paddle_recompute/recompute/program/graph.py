@@ -109,9 +109,19 @@ class Graph(abc.ABC):
         """The intermediate variable with the user's `name`, if that is not a checkpoint name."""
         return None
 
+    def num_bytes(self, name: str) -> int:
+        """Size of `name` in bytes; an unknown dimension counts as 1."""
+        size: int = self._native.num_bytes(self.value(name))
+        return size
+
+    def has_unknown_size(self, name: str) -> bool:
+        """Whether a dimension of `name` is unknown until a batch is fed."""
+        return any(size < 0 for size in self._native.shape_of(self.value(name)) or ())
+
     def text(self, position: int, attribute: str) -> str | None:
         """Our text on the operator under `attribute`; None: there is none."""
-        return self._native.text_attribute(self.operators[position], attribute)
+        text: str | None = self._native.text_attribute(self.operators[position], attribute)
+        return text
 
     def write_text(self, position: int, attribute: str, text: str) -> None:
         """Write `text` on the operator under `attribute`."""
@@ -119,7 +129,7 @@ class Graph(abc.ABC):
 
     def kind(self, position: int) -> str:
         """Paddle's name of the operator's type."""
-        return self._native.kind(self.operators[position])
+        return str(self._native.kind(self.operators[position]))
 
     def why_kept(self, position: int) -> str | None:
         """Why the operator's outputs must be kept, in words; None if it may run twice."""
@@ -176,12 +186,8 @@ class Graph(abc.ABC):
         """Whether `name` is a parameter or a constant, which is always in memory."""
 
     @abc.abstractmethod
-    def num_bytes(self, name: str) -> int:
-        """Size of `name` in bytes; an unknown dimension counts as 1."""
-
-    @abc.abstractmethod
-    def has_unknown_size(self, name: str) -> bool:
-        """Whether a dimension of `name` is unknown until a batch is fed."""
+    def value(self, name: str) -> Any:
+        """What Paddle has for the variable `name`; None: nothing."""
 
     @abc.abstractmethod
     def described(self, name: str) -> str:

@@ -9,9 +9,8 @@ operators of later Paddle versions are not on them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
-
-from paddle_recompute._paddle.static.interface import Native
 
 UNKNOWN = "it is not known to be repeatable"
 
@@ -21,7 +20,7 @@ class Operators:
     """The operators of one representation, by the names of their types.
 
     Attributes:
-        native: Reads an operator.
+        native: `_paddle.static.pir` or `old_ir`, which reads an operator.
         repeatable: Return the same for the same operands and change nothing.
         random: Draw random numbers; a second run would draw others.
         dropout: The dropout, which has a mask.
@@ -29,7 +28,7 @@ class Operators:
         batch_norm: The BatchNorm.
     """
 
-    native: Native
+    native: ModuleType
     repeatable: frozenset[str]
     random: frozenset[str]
     dropout: str

@@ -12,7 +12,7 @@ import paddle
 
 from paddle_recompute._paddle.static import old_ir
 from paddle_recompute._paddle.static.attributes import SCOPE
-from paddle_recompute._paddle.static.old_ir import Operator
+from paddle_recompute._paddle.static.old_ir import Operator, Variable
 from paddle_recompute.recompute.program import graph
 from paddle_recompute.recompute.program.old_ir.operators import OPERATORS
 
@@ -50,6 +50,9 @@ class OldIrGraph(graph.Graph):
             written = {*outputs, *inner_written} if operator.type != "depend" else ()
             self._add(inputs, outputs, inner_read, written)
 
+    def value(self, name: str) -> Variable | None:
+        return old_ir.variable_of(self._block, name)
+
     def calls(self) -> dict[str, list[int]]:
         """See `graph.Graph.calls`; AMP puts its casts in front of the operators that need them."""
         grouped: dict[str, list[int]] = {}
@@ -81,16 +84,10 @@ class OldIrGraph(graph.Graph):
     def is_given(self, name: str) -> bool:
         definer = self.definer(name)
         is_constant = definer is not None and self.is_constant(definer)
-        return is_constant or old_ir.is_persistable(self._block, name)
-
-    def num_bytes(self, name: str) -> int:
-        return old_ir.num_bytes(self._block, name)
-
-    def has_unknown_size(self, name: str) -> bool:
-        return old_ir.has_unknown_size(self._block, name)
+        return is_constant or old_ir.is_persistable(self.value(name))
 
     def described(self, name: str) -> str:
-        return f"{name}[{'x'.join(map(str, old_ir.shape_of(self._block, name)))}]"
+        return f"{name}[{'x'.join(map(str, old_ir.shape_of(self.value(name)) or ()))}]"
 
     def _reads_values(self, position: int, name: str) -> bool:
         definer = self.definer(name)
@@ -109,7 +106,7 @@ class OldIrGraph(graph.Graph):
             return sum(map(self._is_forward, writers)) > 1
         last = self.backward[-1]
         written = [p for p in writers if p < last and not self._is_backward(p)]
-        return len(written) > (0 if old_ir.is_persistable(self._block, name) else 1)
+        return len(written) > (0 if old_ir.is_persistable(self.value(name)) else 1)
 
 
 _SHARE_MEMORY = ("share_data", "view_shape", "view_dtype")

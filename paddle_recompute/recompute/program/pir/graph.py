@@ -60,7 +60,6 @@ class PirGraph(graph.Graph):
                 self._constants.add(position)
 
     def value(self, name: str) -> Value:
-        """The Value with this number."""
         return self._values[name]
 
     @functools.cached_property
@@ -103,20 +102,14 @@ class PirGraph(graph.Graph):
             return True
         return self.definer(name) in self._constants
 
-    def num_bytes(self, name: str) -> int:
-        return pir.num_bytes(self.value(name))
-
-    def has_unknown_size(self, name: str) -> bool:
-        return pir.has_unknown_size(self.value(name))
-
     def described(self, name: str) -> str:
-        value, position = self.value(name), self.definer(name)
+        shape, position = pir.shape_of(self.value(name)), self.definer(name)
         assert position is not None  # only results of a segment are described
         place = self.text(position, "struct_name")
         # The stack that a cond or while keeps for its backward has no shape.
-        shape = "x".join(map(str, value.shape)) if pir.is_dense(value) else "..."
+        size = "..." if shape is None else "x".join(map(str, shape))
         kind = self.kind(position).rpartition(".")[2]
-        return f"{kind}[{shape}]{f' in {place}' if place else ''}"
+        return f"{kind}[{size}]{f' in {place}' if place else ''}"
 
     def _reads_values(self, position: int, name: str) -> bool:
         return pir.reads_values_of(self.operators[position], self.value(name))
