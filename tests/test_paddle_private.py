@@ -76,7 +76,7 @@ from paddle_recompute._paddle.layers import (
 from paddle_recompute._paddle.random_streams import (
     generator_states,
     hybrid_parallel_tracker,
-    mark_of_generator_state,
+    mark_of,
 )
 from paddle_recompute._paddle.saved_tensors import (
     ENGINE_TAKES_MEMORY,
@@ -1058,8 +1058,8 @@ def test_core_generator_looks_into_the_state_of_another() -> None:
     state = other.get_state()
     generator.set_state(state)
     assert generator.random() == other.random()
-    assert mark_of_generator_state(state) != mark_of_generator_state(other.get_state())
-    assert mark_of_generator_state(state) == mark_of_generator_state(state)
+    assert mark_of(state) != mark_of(other.get_state())
+    assert mark_of(state) == mark_of(state)
 
 
 def test_core_eager_register_saved_tensors_hooks() -> None:

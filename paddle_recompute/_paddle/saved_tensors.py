@@ -12,7 +12,7 @@ from typing import Any
 import paddle
 from paddle.base import core
 
-from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
+from paddle_recompute._paddle.amp import OFF, amp_state_of
 from paddle_recompute._paddle.version import paddle_version
 
 
@@ -117,7 +117,7 @@ def with_layout(tensor: paddle.Tensor, look: Look) -> paddle.Tensor:
     if strides is None:
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    with paddle.no_grad(), amp_state_of(AmpState(core.AmpLevel.O0, *amp_state()[1:])):
+    with paddle.no_grad(), amp_state_of(OFF):
         memory = paddle.zeros([offset // tensor.element_size() + last + 1], tensor.dtype)
         copy = paddle.as_strided(memory, tensor.shape, strides, offset)
         paddle.assign(tensor, output=copy)
