@@ -81,6 +81,13 @@ def mark_of(states: Any) -> object:
     return generator.random()
 
 
+def mark_and_move() -> object:
+    """What `mark_of` tells of the generators now. The CPU's moves on, so a state must be set next:
+    to read it takes longer than all else here.
+    """
+    return core.default_cpu_generator().random() if _is_on_cpu() else mark_of(generator_states())
+
+
 @functools.cache
 def hybrid_parallel_tracker() -> Any:
     """Fleet's tracker of the named streams of tensor parallelism.

@@ -11,6 +11,7 @@ import numpy as np
 from paddle_recompute._paddle.random_streams import (
     generator_states,
     hybrid_parallel_tracker,
+    mark_and_move,
     mark_of,
     set_generator_states,
     tracker_states,
@@ -152,7 +153,7 @@ class Draws:
         """After the repetition."""
         was_alone = self._end()
         if self._start.generators is not None:
-            self.problem = self._compare(mark_of(generator_states()), was_alone)
+            self.problem = self._compare(mark_and_move(), was_alone)
         before.restore()
 
     def _compare(self, end: Any, was_alone: bool) -> str | None:
