@@ -445,29 +445,24 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
     ticket of the outer frame; an output of an earlier part; a ticket of a cheap part; `storage`.
     """
     surrounding = outer if isinstance(outer, (Frame, _Repetition, _DiscardAll)) else None
-
-    def source_of(tensor: paddle.Tensor) -> Any:
-        if is_parameter(tensor):
-            return tensor
-        if surrounding is not None:
-            return surrounding.pack(tensor)
-        link = frame.link_to(tensor) if frame is not None else None
-        return link or _discarded.ticket_for(tensor) or storage.keep(tensor)
-
     kept: dict[int, Input] = {}
 
     def keep(leaf: Any) -> Any:
-        if not _nested.is_tensor(leaf):
+        if not isinstance(leaf, paddle.Tensor):
             return leaf
         found = kept.get(id(leaf))
+        if is_parameter(leaf):
+            source: Any = leaf
+        elif surrounding is not None:
+            # Each time that it is there: an argument of the outer function, and the tensor that it
+            # captured, are one tensor in its first forward and two in its second.
+            source = surrounding.pack(leaf)
+        elif found is None:
+            link = frame.link_to(leaf) if frame is not None else None
+            source = link or _discarded.ticket_for(leaf) or storage.keep(leaf)
         if found is None:
-            source = source_of(leaf)
-            stamp = stamp_of(leaf) if _nested.is_tensor(source) else None
+            stamp = stamp_of(leaf) if isinstance(source, paddle.Tensor) else None
             found = kept[id(leaf)] = Input(source, leaf.stop_gradient, stamp)
-        elif surrounding is not None and not is_parameter(leaf):
-            # An argument of the outer function, and the tensor that it captured, are one tensor in
-            # its first forward and two in its second: both are to save as many.
-            surrounding.pack(leaf)
         return found
 
     return _nested.map_leaves(keep, inputs)

@@ -239,11 +239,8 @@ def nothing(_: object) -> tuple[()]:
 
 _kinds: dict[int, Kind] = {}
 _in_paddle = _InPaddle()
-
-
-def check_paddle() -> None:
-    """To be called before `kind_of` is."""
-    _in_paddle.check()
+check_paddle = _in_paddle.check
+"""To be called before `kind_of` is."""
 
 
 def kind_of(layer_class: type) -> Kind:

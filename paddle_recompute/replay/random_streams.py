@@ -84,6 +84,9 @@ class Draws:
         "of_the_host", "problem",
     )  # fmt: skip
 
+    _start: tuple[Any, Any, Any, Any]
+    """The fields of an `RngState`."""
+
     def __init__(self, *, of_the_host: bool, may_seed: bool = False) -> None:
         """Before the call; `end_first` must follow.
 
@@ -92,7 +95,7 @@ class Draws:
             may_seed: Whether it may set a stream: one that ends where it began may have moved.
         """
         self.of_the_host, self._may_seed = False, may_seed
-        self._start = RngState(generator_states(), tracker_states(), None, None)
+        self._start = generator_states(), tracker_states(), None, None
         if of_the_host:
             self.read_host()
         self.moves = True
@@ -105,8 +108,7 @@ class Draws:
         """During the call, which may draw from NumPy's stream or Python's from now on."""
         if not self.of_the_host:
             self.of_the_host = True
-            generators, tracker, _, _ = self._start
-            self._start = RngState(generators, tracker, np.random.get_state(), random.getstate())
+            self._start = (*self._start[:2], np.random.get_state(), random.getstate())
 
     def _begin(self) -> None:
         """Note the calls of other threads that run at the same time, until `_end`."""
@@ -130,29 +132,30 @@ class Draws:
         if self._may_seed:
             return
         if tracker or numpy or tracker_states():
-            self._start = self._start.only_moved()
+            self._start = RngState(*self._start).only_moved()
+            self.moves = any(self._start)
         else:
-            self._start = RngState(None if then == now else generators, None, None, None)
-        self.moves = any(self._start)
+            self._start = (None if then == now else generators), None, None, None
+            self.moves = then != now
 
     def begin_again(self) -> RngState:
         """Before the repetition; `end_again` must follow, with the result."""
         self.problem = None
-        generators, tracker, numpy, python = start = self._start
+        generators, tracker, numpy, python = self._start
         before = RngState(
             generators and generator_states(),
             None if tracker is None else tracker_states(),
             numpy and np.random.get_state(),
             python and random.getstate(),
         )
-        start.restore()
+        RngState(*self._start).restore()
         self._begin()
         return before
 
     def end_again(self, before: RngState) -> None:
         """After the repetition."""
         was_alone = self._end()
-        if self._start.generators is not None:
+        if self._start[0] is not None:
             self.problem = self._compare(mark_and_move(), was_alone)
         before.restore()
 

@@ -404,9 +404,9 @@ class _Search:
 
     def _look_up_in_layers(self) -> bool:
         """Returns whether there was something new."""
-        names = self.names - UNNAMED - attributes_of_every_layer()
-        if not names:
+        if len(self.names) == len(UNNAMED):  # no code of the user's
             return False
+        names = self.names - UNNAMED - attributes_of_every_layer()
         unread: dict[type, AbstractSet[str]] = {}
         is_new = False
         for layer in list(self.snapshot.layers):

@@ -12,6 +12,7 @@ third-party operators that write to their inputs.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
@@ -50,9 +51,8 @@ def note_write(tensor: paddle.Tensor) -> None:
         _last_write[address] = _tick
 
 
-def watch_writes() -> None:
-    """Count writes from now on."""
-    writes.watch_writes(note_write)
+watch_writes = functools.partial(writes.watch_writes, note_write)
+"""Count writes from now on."""
 
 
 def travels(parameter: paddle.Tensor, content: Callable[[], int]) -> None:
