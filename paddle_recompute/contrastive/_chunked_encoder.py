@@ -247,7 +247,7 @@ class ChunkedEncoder:
         arguments, named = self._arguments(number)
         call = Call(self.encoder, self._called, preserve_rng_state=True, check=False)
         self._calls.append(call)
-        return call.first(arguments, named, in_a_row=before or True)
+        return call.first(arguments, named, before=before)
 
     def _leaves(
         self, output: Any, chunk: Chunk, *, again: bool = False

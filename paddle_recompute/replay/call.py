@@ -60,12 +60,11 @@ class Call:
     """
 
     __slots__ = (
-        "_amp", "_draws", "_is_pure", "_layers", "_name", "_reach", "_returned", "check",
+        "_amp", "_draws", "_layers", "_name", "_reach", "_returned", "check",
         "compare_values", "function", "preserve_rng_state",
     )  # fmt: skip
 
     _draws: Draws | None
-    _is_pure: bool
     _reach: Reach
     _layers: LayerState
 
@@ -90,18 +89,16 @@ class Call:
         return self._name or name_of(self.function)
 
     def first(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_a_row: Call | bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, before: Call | None = None
     ) -> Any:
         """Run the function and record its state.
 
         Args:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            in_a_row: The call of the function right before, whose record is used again where its
-                forward has changed nothing; True: the first one of such calls. Their second
-                forwards are taken to change nothing, either, and are not looked at afterwards.
+            before: The call of the function right before, whose record is used again where its
+                forward has changed nothing.
         """
-        like = in_a_row if isinstance(in_a_row, Call) else None
         stamps, opaque = [], False
         for leaf in _nested.leaves_of((args, kwargs)):
             if isinstance(leaf, paddle.Tensor):
@@ -109,23 +106,22 @@ class Call:
             else:
                 opaque |= type(leaf) not in _PLAIN
         self._amp = amp_state()
-        is_reached = like is not None and like._reach.is_settled and not opaque
-        if like is not None and is_reached:
-            reach = self._reach = like._reach
-        else:
+        like = before if before is not None and before._reach.is_settled and not opaque else None
+        if like is None:
             reach = self._reach = Reach(self.function, (args, kwargs) if opaque else ())
-        is_shared = like is not None and is_reached and like._is_pure
-        if like is not None and is_shared:
-            self._layers = like._layers
         else:
-            members = reach.snapshot.layers
+            reach = self._reach = like._reach
+        if like is None or not like._layers.is_unchanged():
+            like = None
             with_statistics = self.compare_values or reach.reads_statistics
-            self._layers = LayerState(members, with_statistics=with_statistics)
+            self._layers = LayerState(reach.snapshot.layers, with_statistics=with_statistics)
+        else:
+            self._layers = like._layers
         draws = self._draws = None
         if self.preserve_rng_state:
             of_the_host = reach.may_draw
-            if like is not None and like._draws is not None:
-                of_the_host |= like._draws.of_the_host  # a Layer that the search did not find
+            if before is not None and before._draws is not None:
+                of_the_host |= before._draws.of_the_host  # a Layer that the search did not find
             draws = self._draws = Draws(of_the_host=of_the_host, may_seed=reach.may_seed)
         begin_reporting(self._layers.known, self._add_called)
         try:
@@ -134,10 +130,9 @@ class Call:
             end_reporting()
             if draws is not None:
                 draws.end_first()
-        if not is_shared:
+        if like is None:
             self._layers.after_forward()
         reach.after_forward()
-        self._is_pure = in_a_row is not False and reach.is_settled and self._layers.is_unchanged()
         for tensor, stamp in stamps:
             if _writes.is_written_since(tensor, stamp):
                 raise RecomputeError(
@@ -169,9 +164,8 @@ class Call:
                 undo.append(functools.partial(draws.end_again, draws.begin_again()))
             if (amp := set_amp_state(self._amp)) is not self._amp:
                 undo.append(functools.partial(set_amp_state, amp))
-            if not self._is_as_it_was():
-                self._reach.put_back(undo)
-                self._layers.put_back(undo)
+            self._reach.put_back(undo)
+            self._layers.put_back(undo)
             self._layers.refuse_new_layers(self, undo)
             undo.append(functools.partial(set_gradients, set_gradients(True)))
             outputs = self._run_again(args, kwargs)
@@ -190,16 +184,6 @@ class Call:
                     'determinism_check="none" disables this check.'
                 )
         return outputs
-
-    def _is_as_it_was(self) -> bool:
-        """Whether there is nothing to put back, neither now nor after the second forward."""
-        reach, layers = self._reach, self._layers
-        return (
-            self._is_pure
-            and not layers.has_buffers
-            and reach.is_unchanged()
-            and layers.is_unchanged()
-        )
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _depth.now += 1

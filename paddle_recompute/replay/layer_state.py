@@ -258,11 +258,6 @@ class LayerState:
             )
         )
 
-    @property
-    def has_buffers(self) -> bool:
-        """Whether a Layer has a buffer, which a forward could change."""
-        return bool(self._holders)
-
     def put_back(self, undo: Undo) -> None:
         """Let buffers be as before the first forward, and every buffer a copy that the forward may
         write to, until `undo`.

@@ -134,10 +134,6 @@ class Reach:
         if self._tensors:
             self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
 
-    def is_unchanged(self) -> bool:
-        """Whether nothing differs from before the first forward, but what it changed itself."""
-        return self.snapshot.is_unchanged() and not any(one.is_written() for one in self._tensors)
-
     def put_back(self, undo: Undo) -> None:
         """Give every place its content of before the first forward; `undo` gets what undoes this.
 

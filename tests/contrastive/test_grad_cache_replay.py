@@ -327,8 +327,8 @@ def test_chunks_share_the_state_that_does_not_change() -> None:
 
     encoder = Switching()
     calls = [Call(encoder, "", preserve_rng_state=True, check=False) for _ in range(4)]
-    for call, before in zip(calls, [True, *calls], strict=False):
-        call.first((texts(1),), {}, in_a_row=before)
+    for call, before in zip(calls, [None, *calls], strict=False):
+        call.first((texts(1),), {}, before=before)
     first, *others, last = calls
     for other in others:
         assert other._reach is first._reach and other._layers is first._layers
