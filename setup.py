@@ -51,6 +51,7 @@ setup(
     package_dir={"paddle_recompute.app.fleet_configs": "fleet_configs"},
     package_data={
         "paddle_recompute": ["py.typed"],
+        "paddle_recompute.app.cli": ["*.j2"],
         "paddle_recompute.app.fleet_configs": ["*.yaml"],
     },
     # An editable install is a plain path, in which editors and type checkers find the types.

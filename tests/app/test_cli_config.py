@@ -199,7 +199,7 @@ def test_init_refuses_pairs_and_names(
     ("arguments", "words"),
     [
         ((), "needs a file of pairs, or --from"),
-        (("--from", "huge"), "not known; the package has"),
+        (("--from", "huge"), "huge: with one of: "),
         (("nowhere.tsv",), "nowhere.tsv"),
         (("x\u2028y.tsv",), "rename"),
         (("pairs.tsv", "--from", Path(TINY).stem), "pairs.tsv has no effect; give one of them"),

@@ -106,8 +106,6 @@ import os, sys, time
 from pathlib import Path
 from paddle_recompute import _run_folder
 with _run_folder.hold(Path(sys.argv[1]), print):
-    if not os.fork():  # as a process that makes batches does, which outlives a kill of its parent
-        time.sleep(60)
     print("held", flush=True)
     time.sleep(60)
 """
@@ -115,7 +113,7 @@ with _run_folder.hold(Path(sys.argv[1]), print):
 
 @pytest.fixture
 def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock, and a fork of it."""
+    """Another process that holds the lock."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder / "run")],
         cwd=ROOT,
