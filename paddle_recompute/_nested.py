@@ -64,21 +64,27 @@ def tensors_in(value: Any) -> Iterator[paddle.Tensor]:
     return filter(is_tensor, leaves_of(value))
 
 
-def leaves_of(value: Any) -> Iterator[Any]:
+def leaves_of(value: Any) -> list[Any]:
     """Everything in `value` that is not a container, depth first."""
+    found: list[Any] = []
+    _add_leaves(value, found)
+    return found
+
+
+def _add_leaves(value: Any, found: list[Any]) -> None:
     if isinstance(value, paddle.Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from leaves_of(item)
+            _add_leaves(item, found)
     elif isinstance(value, DICTS):
         for item in value.values():
-            yield from leaves_of(item)
+            _add_leaves(item, found)
     elif _is_dataclass_instance(value):
         for field in dataclasses.fields(value):
-            yield from leaves_of(getattr(value, field.name))
+            _add_leaves(getattr(value, field.name), found)
     else:
-        yield value
+        found.append(value)
 
 
 def named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

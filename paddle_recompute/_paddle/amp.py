@@ -12,15 +12,16 @@ from paddle.base import core, framework
 
 
 class AmpState(NamedTuple):
-    """What ``paddle.amp.auto_cast`` leaves on the tracer; ops read it as they are recorded.
-
-    The lists of operators, which take time to read, are None if they are not in force.
-    """
+    """What ``paddle.amp.auto_cast`` leaves on the tracer; ops read it as they are recorded."""
 
     level: Any
     dtype: str
     lists: tuple[Any, Any] | None
     use_promote: bool
+
+
+OFF = AmpState(core.AmpLevel.O0, "float32", None, False)
+"""Operators read nothing but the level then; nothing else is read, or set, here."""
 
 
 def amp_state() -> AmpState:
@@ -32,8 +33,9 @@ def amp_state() -> AmpState:
     """
     tracer = framework._dygraph_tracer()
     level = tracer._amp_level
-    lists = tracer._get_amp_op_list() if level.value else None  # 0 is O0
-    return AmpState(level, tracer._amp_dtype, lists, tracer._use_promote)
+    if not level.value:  # O0
+        return OFF
+    return AmpState(level, tracer._amp_dtype, tracer._get_amp_op_list(), tracer._use_promote)
 
 
 @contextlib.contextmanager
@@ -49,23 +51,24 @@ def amp_state_of(state: AmpState) -> Iterator[None]:
 def set_amp_state(state: AmpState) -> AmpState:
     """Bring `state` into force; returns the one before, `state` itself if it is equal."""
     before = amp_state()
-    if before == state:
+    if before is state or before == state:
         return state
     tracer = framework._dygraph_tracer()
     tracer._amp_level = state.level
     if state.lists is not None:
-        level, dtype, _, promote = before
-        before = AmpState(level, dtype, tracer._get_amp_op_list(), promote)
+        if before is OFF:
+            lists = tracer._get_amp_op_list()
+            before = AmpState(OFF.level, tracer._amp_dtype, lists, tracer._use_promote)
         tracer._set_amp_op_list(*state.lists)
-    tracer._amp_dtype = state.dtype
-    tracer._use_promote = state.use_promote
+        tracer._amp_dtype = state.dtype
+        tracer._use_promote = state.use_promote
     return before
 
 
 def amp_off() -> contextlib.AbstractContextManager[None]:
     """``auto_cast(enable=False)``, with a type: Paddle's has none. Nothing where it is off."""
     tracer = framework._dygraph_tracer()
-    if tracer is not None and tracer._amp_level == core.AmpLevel.O0:
+    if tracer is not None and amp_state() is OFF:
         return contextlib.nullcontext()
     off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
     return off

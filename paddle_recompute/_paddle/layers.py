@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Container
+from typing import Any, ClassVar
 
 import paddle
 from paddle.base import framework
@@ -66,20 +67,18 @@ def own_sublayers(layer: paddle.nn.Layer) -> dict[str, Any]:
 
 
 def layers_below(root: paddle.nn.Layer) -> list[paddle.nn.Layer]:
-    """`root` and all Layers below it, each once, in the order of the model.
+    """`root` and all Layers below it, each once, those of one depth side by side.
 
     What ``root.sublayers(include_self=True)`` (public) gives in ten times the time.
     """
-    found, waiting = {id(root)}, [root]
-    ordered = []
-    while waiting:
-        layer = waiting.pop()
-        ordered.append(layer)
-        for sublayer in reversed(layer.__dict__["_sub_layers"].values()):
-            if sublayer is not None and id(sublayer) not in found:
-                found.add(id(sublayer))
-                waiting.append(sublayer)
-    return ordered
+    found, known = [root], {id(root)}
+    for layer in found:
+        if below := layer.__dict__["_sub_layers"]:
+            for one in below.values():
+                if one is not None and id(one) not in known:
+                    known.add(id(one))
+                    found.append(one)
+    return found
 
 
 MEMBER_DICTS = ("_sub_layers", "_parameters", "_forward_pre_hooks", "_forward_post_hooks")
@@ -157,26 +156,49 @@ def is_initialized(tensor: object) -> bool:
     return isinstance(tensor, paddle.Tensor) and bool(tensor._is_initialized())
 
 
+LayerCallback = Callable[[paddle.nn.Layer], None]
+
+
+class Watches(threading.local):
+    """Who is told of calls and constructions of Layers.
+
+    Attributes:
+        everywhere: Told of each call of a Layer, in all threads.
+        called: Told in this thread, each with the ids of the Layers of which it is not told.
+        built: Told in this thread of each Layer that was constructed.
+    """
+
+    everywhere: ClassVar[list[LayerCallback]] = []
+
+    def __init__(self) -> None:
+        self.called: list[tuple[Container[int], LayerCallback]] = []
+        self.built: list[LayerCallback] = []
+
+
 @functools.cache
-def watch_layers(
-    called: Callable[[paddle.nn.Layer], None], built: Callable[[paddle.nn.Layer], None]
-) -> None:
-    """From now on, call ``called(layer)`` before each call of a Layer, ``built(layer)`` when one is
-    made.
+def watch_layers() -> Watches:
+    """Tell what `Watches` holds before each call of a Layer, and after a Layer is made.
 
     Paddle (2.6, 3.x) has hooks of one Layer alone, so ``Layer.__call__`` and ``Layer.__init__`` are
     wrapped, once. Can go when there are hooks of all Layers.
     """
-    call, init = paddle.nn.Layer.__call__, paddle.nn.Layer.__init__
+    call, init, watches = paddle.nn.Layer.__call__, paddle.nn.Layer.__init__, Watches()
 
     @functools.wraps(init)
     def made(self: paddle.nn.Layer, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        built(self)
+        for tell in watches.built:
+            tell(self)
 
     @functools.wraps(call)
     def told(self: paddle.nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        called(self)
+        for known, tell in watches.called:
+            if id(self) not in known:
+                tell(self)
+        if watches.everywhere:
+            for tell in list(watches.everywhere):
+                tell(self)
         return call(self, *args, **kwargs)
 
     paddle.nn.Layer.__call__, paddle.nn.Layer.__init__ = told, made
+    return watches

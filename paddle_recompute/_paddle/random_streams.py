@@ -61,21 +61,31 @@ class _Probe(threading.local):
 _probe = _Probe()
 
 
-def mark_of_generator_state(state: Any) -> object:
-    """Something that is equal for equal `state` (of a generator, a list of such, or None).
+def mark_of(states: Any) -> object:
+    """Something that is equal for equal `states`: what `generator_states` or `tracker_states` gave.
 
     A ``GeneratorState`` (2.6, 3.x) does not compare. On the CPU the mark is the number that is
     drawn next; a GPU's stream is told by the offset, which only the state's text shows. Can go
     when states compare.
     """
-    if state is None:
-        return None
-    if isinstance(state, list):  # of the devices, from ``paddle.get_rng_state``
-        return [mark_of_generator_state(one) for one in state]
+    if isinstance(states, tuple) and states[1] is None:
+        states = states[0]
+    if isinstance(states, dict):
+        return {name: mark_of(state) for name, state in states.items()}
+    if isinstance(states, (tuple, list)):
+        return [mark_of(state) for state in states]
     if not _is_on_cpu():
-        return re.sub(r"0x[0-9a-f]+", "", str(state))
-    _probe.generator.set_state(state)
-    return _probe.generator.random()
+        return re.sub(r"0x[0-9a-f]+", "", str(states))
+    generator = _probe.generator
+    generator.set_state(states)
+    return generator.random()
+
+
+def mark_and_move() -> object:
+    """What `mark_of` tells of the generators now. The CPU's moves on, so a state must be set next:
+    to read it takes longer than all else here.
+    """
+    return core.default_cpu_generator().random() if _is_on_cpu() else mark_of(generator_states())
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any
 import paddle
 from paddle.base import core
 
-from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
+from paddle_recompute._paddle.amp import OFF, amp_state_of
 from paddle_recompute._paddle.version import paddle_version
 
 
@@ -78,18 +78,25 @@ def look_of(tensor: paddle.Tensor) -> Look:
     return dtype_of(tensor), strides, tensor.offset, tensor.shape
 
 
-def looks_of(tensors: list[Any]) -> list[Look]:
+Looks = tuple[list[Any], list[Any], list[Any], list[Any]]
+"""`Look` of many tensors, side by side: fewer objects for the garbage collector."""
+
+
+def looks_of(tensors: list[Any]) -> Looks:
     """`look_of` each of `tensors`, in C where that is possible."""
-    if not _DTYPES_ARE_SINGLE:
-        return [*map(look_of, tensors)]
     contiguous = zip(tensors, map(_is_contiguous, tensors), strict=True)
-    strides = [None if is_so else tensor.strides for tensor, is_so in contiguous]
-    dtypes, offsets, shapes = (map(read, tensors) for read in _READ)
-    return [*zip(dtypes, strides, offsets, shapes, strict=True)]
+    return (
+        [*map(dtype_of, tensors)],
+        [None if is_so else tensor.strides for tensor, is_so in contiguous],
+        [*map(_offset_of, tensors)],
+        [*map(_shape_of, tensors)],
+    )
 
 
 _is_contiguous = core.eager.Tensor.is_contiguous
-_READ = [getattr(core.eager.Tensor, name).__get__ for name in ("dtype", "offset", "shape")]
+_read_dtype, _offset_of, _shape_of = (
+    getattr(core.eager.Tensor, name).__get__ for name in ("dtype", "offset", "shape")
+)
 _DTYPES_ARE_SINGLE = paddle_version() >= (3, 0, 0)
 """Paddle 2.6 makes a new object of a dtype each time; to compare two takes longer than a look."""
 _dtypes: dict[int, Any] = {}
@@ -100,7 +107,7 @@ def _single_dtype_of(tensor: paddle.Tensor) -> Any:
     return _dtypes.setdefault(dtype.value, dtype)
 
 
-dtype_of: Callable[[paddle.Tensor], Any] = _READ[0] if _DTYPES_ARE_SINGLE else _single_dtype_of
+dtype_of: Callable[[paddle.Tensor], Any] = _read_dtype if _DTYPES_ARE_SINGLE else _single_dtype_of
 """The dtype of a tensor: one object for all tensors of a dtype."""
 
 
@@ -117,7 +124,7 @@ def with_layout(tensor: paddle.Tensor, look: Look) -> paddle.Tensor:
     if strides is None:
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    with paddle.no_grad(), amp_state_of(AmpState(core.AmpLevel.O0, *amp_state()[1:])):
+    with paddle.no_grad(), amp_state_of(OFF):
         memory = paddle.zeros([offset // tensor.element_size() + last + 1], tensor.dtype)
         copy = paddle.as_strided(memory, tensor.shape, strides, offset)
         paddle.assign(tensor, output=copy)

@@ -42,7 +42,14 @@ from paddle_recompute._paddle.gradients import (
     watch_hooks,
 )
 from paddle_recompute._paddle.layers import is_parameter
-from paddle_recompute._paddle.saved_tensors import Look, dtype_of, look_of, looks_of, version_of
+from paddle_recompute._paddle.saved_tensors import (
+    Look,
+    Looks,
+    dtype_of,
+    look_of,
+    looks_of,
+    version_of,
+)
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._hooks import (
@@ -109,9 +116,9 @@ class Frame:
     def __init__(self, storage: InputStorage) -> None:
         self.parts: list[_Part] = []
         self._storage = storage
-        # Of each tensor with a ticket: what it looked like (None: its part failed), its checksum,
-        # and the ticket, which the graph alone keeps.
-        self.looks: list[Look | None] = []
+        # Of each tensor with a ticket: what it looked like (no shape: its part failed), its
+        # checksum, and the ticket, which the graph alone keeps.
+        self.looks: Looks = [], [], [], []
         self.checksums: dict[int, int] = {}
         self.tickets: list[weakref.ref[FrameTicket]] = []
         self._failed = ""
@@ -140,13 +147,13 @@ class Frame:
         outer = innermost()
         if not begin_recording(self):
             raise HooksAreTaken
-        num_saved = len(self.looks)
+        num_saved = len(self.tickets)
         try:
             inputs = _keep(self, self._storage, outer, (args, kwargs))
             self._is_recording, self._compares_values = True, call.compare_values
             outputs = call.first(args, kwargs)
         except BaseException:  # the caller may catch the error and continue
-            self.looks[num_saved:] = [None] * (len(self.looks) - num_saved)
+            self.looks[3][num_saved:] = [None] * (len(self.tickets) - num_saved)
             self._failed = call.name
             raise
         finally:
@@ -174,19 +181,21 @@ class Frame:
         link = self.link_to(tensor)
         if link is None:
             return None
-        self._links[len(self.looks)] = link
+        self._links[len(self.tickets)] = link
         self.num_awaited += 1
         return self.pack(tensor)
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
-        looks = self.looks
+        dtypes, strides, offsets, shapes = self.looks
         ticket = _new_ticket(FrameTicket)
-        ticket.frame, ticket.number = self, len(looks)
+        ticket.frame, ticket.number = self, len(shapes)
         ticket.tensor = ticket.layout = None
         ticket.is_spent = ticket.is_for_engine = False
-        strides = None if tensor.is_contiguous() else tensor.strides  # `look_of`, without a frame
-        looks.append((dtype_of(tensor), strides, tensor.offset, tensor.shape))
+        dtypes.append(dtype_of(tensor))  # `look_of`, without a frame
+        strides.append(None if tensor.is_contiguous() else tensor.strides)
+        offsets.append(tensor.offset)
+        shapes.append(tensor.shape)
         self.tickets.append(weakref.ref(ticket))
         if self._compares_values:
             self.checksums[ticket.number] = _checksum(tensor)
@@ -200,7 +209,7 @@ class Frame:
                 "it is still running (paddle.grad or backward inside it). Move that part out of "
                 "the recomputed function."
             )
-        if self.looks[number] is None:
+        if self.looks[3][number] is None:
             raise RecomputeError(
                 f"{self._failed} raised in its first forward, so the tensors that it computed "
                 "before cannot be differentiated. Compute them outside of the recomputed function."
@@ -238,8 +247,8 @@ class Frame:
 
     def _live_tickets(self) -> list[FrameTicket]:
         """The tickets in the graph, but those of a part that failed."""
-        found = zip(self.tickets, self.looks, strict=True)
-        return [t for ticket, look in found if look is not None and (t := ticket()) is not None]
+        found = zip(self.tickets, self.looks[3], strict=True)
+        return [t for ticket, shape in found if shape is not None and (t := ticket()) is not None]
 
     @property
     def name(self) -> str:
@@ -271,19 +280,24 @@ class Frame:
         for number, link in self._links.items():
             if (ticket := self.tickets[number]()) is not None:
                 ticket.keep(outputs[link.part][link.leaf])
-                ticket.layout = self.looks[number]
+                ticket.layout = _look(self.looks, number)
                 given.append(ticket)
         self.num_awaited = sum([not ticket.is_spent for ticket in given])
 
     def saved(self) -> Sequence[int]:
         """The numbers of the tensors that the first run saved."""
         if not (self._links or self._failed):
-            return range(len(self.looks))
+            return range(len(self.tickets))
         return [
             number
-            for number, look in enumerate(self.looks)
-            if look is not None and number not in self._links
+            for number, shape in enumerate(self.looks[3])
+            if shape is not None and number not in self._links
         ]
+
+
+def _look(looks: Looks, number: int) -> Look:
+    dtypes, strides, offsets, shapes = looks
+    return dtypes[number], strides[number], offsets[number], shapes[number]
 
 
 class HooksAreTaken(Exception):
@@ -301,7 +315,10 @@ class _Repetition:
         numbers = frame.saved()
         self._looks, tickets = frame.looks, frame.tickets
         if len(numbers) < len(tickets):
-            self._looks = [frame.looks[number] for number in numbers]
+            dtypes, strides, offsets, shapes = (
+                [part[number] for number in numbers] for part in frame.looks
+            )
+            self._looks = dtypes, strides, offsets, shapes
             tickets = [frame.tickets[number] for number in numbers]
         self._tickets = [ticket() for ticket in tickets]
         self._kept: list[paddle.Tensor | None] = []
@@ -333,10 +350,9 @@ class _Repetition:
 
     def _compare(self, count: int, tensor: paddle.Tensor) -> Look | None:
         """Returns the look of the first run's tensor, if it lay in its memory in another way."""
-        was, look = self._looks[count], look_of(tensor)
+        was, look = _look(self._looks, count), look_of(tensor)
         if was == look:
             return None
-        assert was is not None
         if was[0] != look[0] or was[3] != look[3]:
             # Then it is not known which tensor is which, though others may be alike by chance.
             self._is_matched = False
@@ -346,7 +362,7 @@ class _Repetition:
     def _note(self, count: int, difference: str) -> None:
         """Note the first difference."""
         if self._difference is None:
-            place = f"saved tensor {count} of {len(self._looks)}"
+            place = f"saved tensor {count} of {len(self._tickets)}"
             self._difference = f"{place} {difference}"
 
     def finish(self) -> list[FrameTicket]:
@@ -356,21 +372,21 @@ class _Repetition:
             RecomputeError: They saved different tensors, and the check is on or a ticket has no
                 tensor.
         """
-        kept, looks = self._kept, self._looks
+        kept, num_saved = self._kept, len(self._tickets)
         layouts: dict[int, Look | None] = {}
-        if self._is_careful or looks_of(kept) != looks:
+        if self._is_careful or looks_of(kept) != self._looks:
             for count, (tensor, version, _) in enumerate(
-                zip(kept, self._versions, looks, strict=False)
+                zip(kept, self._versions, self._tickets, strict=False)
             ):
                 # What was changed in place since raises when it is asked for.
                 if tensor is not None and version_of(tensor) == version:
                     # A reloaded input or a copied buffer may have another layout than the original.
                     layouts[count] = self._compare(count, tensor)
-        if len(kept) != len(looks):
+        if len(kept) != num_saved:
             self._difference = self._difference or (
-                f"{len(looks)} tensors were saved for the backward, now {len(kept)}"
+                f"{num_saved} tensors were saved for the backward, now {len(kept)}"
             )
-        is_matched = self._is_matched and len(kept) >= len(looks)
+        is_matched = self._is_matched and len(kept) >= num_saved
         must_fail = self._frame.parts[0].call.check or not is_matched
         if self._difference is not None and must_fail:
             raise RecomputeError(
@@ -429,29 +445,24 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
     ticket of the outer frame; an output of an earlier part; a ticket of a cheap part; `storage`.
     """
     surrounding = outer if isinstance(outer, (Frame, _Repetition, _DiscardAll)) else None
-
-    def source_of(tensor: paddle.Tensor) -> Any:
-        if is_parameter(tensor):
-            return tensor
-        if surrounding is not None:
-            return surrounding.pack(tensor)
-        link = frame.link_to(tensor) if frame is not None else None
-        return link or _discarded.ticket_for(tensor) or storage.keep(tensor)
-
     kept: dict[int, Input] = {}
 
     def keep(leaf: Any) -> Any:
-        if not _nested.is_tensor(leaf):
+        if not isinstance(leaf, paddle.Tensor):
             return leaf
         found = kept.get(id(leaf))
+        if is_parameter(leaf):
+            source: Any = leaf
+        elif surrounding is not None:
+            # Each time that it is there: an argument of the outer function, and the tensor that it
+            # captured, are one tensor in its first forward and two in its second.
+            source = surrounding.pack(leaf)
+        elif found is None:
+            link = frame.link_to(leaf) if frame is not None else None
+            source = link or _discarded.ticket_for(leaf) or storage.keep(leaf)
         if found is None:
-            source = source_of(leaf)
-            stamp = stamp_of(leaf) if _nested.is_tensor(source) else None
+            stamp = stamp_of(leaf) if isinstance(source, paddle.Tensor) else None
             found = kept[id(leaf)] = Input(source, leaf.stop_gradient, stamp)
-        elif surrounding is not None and not is_parameter(leaf):
-            # An argument of the outer function, and the tensor that it captured, are one tensor in
-            # its first forward and two in its second: both are to save as many.
-            surrounding.pack(leaf)
         return found
 
     return _nested.map_leaves(keep, inputs)

@@ -144,7 +144,8 @@ def recompute(
     References:
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
     """
-    log_reentrant(use_reentrant)
+    if use_reentrant:
+        log_reentrant()
     options = _DEFAULT
     if not (preserve_rng_state is True and determinism_check == "default" and offload is None):
         options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
@@ -154,14 +155,9 @@ def recompute(
     return run_recomputed(function, args, kwargs, options, storage=storage)
 
 
-def log_reentrant(use_reentrant: bool | None) -> None:
-    """Log once that ``use_reentrant=True`` has no effect."""
-    if use_reentrant:
-        _log_reentrant_once()
-
-
 @functools.cache
-def _log_reentrant_once() -> None:
+def log_reentrant() -> None:
+    """Log once that ``use_reentrant=True`` has no effect."""
     _logger.info(
         "use_reentrant=True has no effect: paddle_recompute has one form of recompute. To use "
         "Paddle's own recompute, set recompute.engine: fleet"

@@ -192,7 +192,8 @@ def recompute_wrapper(
         >>> type(block.unwrap()).__name__
         'Linear'
     """
-    log_reentrant(use_reentrant)
+    if use_reentrant:
+        log_reentrant()
     options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
     return wrap(layer, options, name)
 

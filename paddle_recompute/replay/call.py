@@ -23,7 +23,6 @@ from paddle_recompute.replay.layer_state import LayerState
 from paddle_recompute.replay.random_streams import Draws
 from paddle_recompute.replay.reach import Reach
 from paddle_recompute.replay.snapshot import Undo
-from paddle_recompute.replay.unchanged import Unchanged
 
 REPETITION_ADVICE = (
     "A recomputed function must do the same thing twice: look for state that it changes, such as a "
@@ -61,15 +60,13 @@ class Call:
     """
 
     __slots__ = (
-        "_amp", "_draws", "_layers", "_name", "_reach", "_returned", "_searched_arguments",
-        "_unchanged", "check", "compare_values", "function", "preserve_rng_state",
+        "_amp", "_draws", "_layers", "_name", "_reach", "_returned", "check",
+        "compare_values", "function", "preserve_rng_state",
     )  # fmt: skip
 
     _draws: Draws | None
     _reach: Reach
     _layers: LayerState
-    _unchanged: Unchanged | None
-    """Where the first forward has changed nothing; see `serves_the_next`."""
 
     def __init__(
         self,
@@ -91,8 +88,17 @@ class Call:
         """The name of the function in errors."""
         return self._name or name_of(self.function)
 
-    def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function and record its state."""
+    def first(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, before: Call | None = None
+    ) -> Any:
+        """Run the function and record its state.
+
+        Args:
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            before: The call of the function right before, whose record is used again where its
+                forward has changed nothing.
+        """
         stamps, opaque = [], False
         for leaf in _nested.leaves_of((args, kwargs)):
             if isinstance(leaf, paddle.Tensor):
@@ -100,13 +106,33 @@ class Call:
             else:
                 opaque |= type(leaf) not in _PLAIN
         self._amp = amp_state()
-        reach = self._reach = Reach(self.function, (args, kwargs) if opaque else ())
-        with_statistics = self.compare_values or reach.reads_statistics
-        self._layers = LayerState(reach.snapshot.layers, with_statistics=with_statistics)
-        outputs = self._run_first(args, kwargs, of_the_host=reach.may_draw)
-        self._layers.after_forward()
+        like = before if before is not None and before._reach.is_settled and not opaque else None
+        if like is None:
+            reach = self._reach = Reach(self.function, (args, kwargs) if opaque else ())
+        else:
+            reach = self._reach = like._reach
+        if like is None or not like._layers.is_unchanged():
+            like = None
+            with_statistics = self.compare_values or reach.reads_statistics
+            self._layers = LayerState(reach.snapshot.layers, with_statistics=with_statistics)
+        else:
+            self._layers = like._layers
+        draws = self._draws = None
+        if self.preserve_rng_state:
+            of_the_host = reach.may_draw
+            if before is not None and before._draws is not None:
+                of_the_host |= before._draws.of_the_host  # a Layer that the search did not find
+            draws = self._draws = Draws(of_the_host=of_the_host, may_seed=reach.may_seed)
+        begin_reporting(self._layers.known, self._add_called)
+        try:
+            outputs = self.function(*args, **kwargs)
+        finally:
+            end_reporting()
+            if draws is not None:
+                draws.end_first()
+        if like is None:
+            self._layers.after_forward()
         reach.after_forward()
-        self._searched_arguments, self._unchanged = opaque, None
         for tensor, stamp in stamps:
             if _writes.is_written_since(tensor, stamp):
                 raise RecomputeError(
@@ -117,47 +143,11 @@ class Call:
         self._returned = _outline(outputs) if self.check else []
         return outputs
 
-    def _run_first(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, of_the_host: bool
-    ) -> Any:
-        draws = self._draws = None
-        if self.preserve_rng_state:
-            draws = self._draws = Draws(of_the_host=of_the_host, may_seed=self._reach.may_seed)
-        begin_reporting(self._layers.known, self._add_called)
-        try:
-            return self.function(*args, **kwargs)
-        finally:
-            end_reporting()
-            if draws is not None:
-                draws.end_first()
-
-    def serves_the_next(self) -> bool:
-        """Right after `first`, or after `first_after`: whether the function has changed nothing, so
-        that its next call would record the same.
-        """
-        if self._unchanged is not None and self._unchanged.holds():
-            return True
-        if self._unchanged is not None:
-            self._reach.after_forward()
-        is_same = self._reach.is_settled and self._layers.is_unchanged()
-        is_same = is_same and not self._searched_arguments
-        self._unchanged = Unchanged(self._reach, self._layers) if is_same else None
-        return is_same
-
-    def first_after(self, before: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`first` right after `before`, which serves as record. The arguments are not watched."""
-        self._amp, self._reach, self._layers = before._amp, before._reach, before._layers
-        self._unchanged, self._searched_arguments = before._unchanged, False
-        self._returned = []
-        # A Layer that the search did not find may draw, too.
-        of_the_host = before._draws is not None and before._draws.of_the_host
-        return self._run_first(args, kwargs, of_the_host=of_the_host)
-
     def _add_called(self, layer: paddle.nn.Layer) -> None:
         """Watch `layer`, which the first forward calls and the search did not find."""
         if self._draws is not None:
             self._draws.read_host()
-        self._layers.add_called(layer)
+        self._reach.snapshot.add_flags(self._layers.add_called(layer))
 
     def repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function again, with gradients enabled, as `first` ran it.
@@ -174,10 +164,8 @@ class Call:
                 undo.append(functools.partial(draws.end_again, draws.begin_again()))
             if (amp := set_amp_state(self._amp)) is not self._amp:
                 undo.append(functools.partial(set_amp_state, amp))
-            same = self._unchanged
-            if same is None or same.has_buffers or not same.holds():
-                self._reach.put_back(undo)
-                self._layers.put_back(undo)
+            self._reach.put_back(undo)
+            self._layers.put_back(undo)
             self._layers.refuse_new_layers(self, undo)
             undo.append(functools.partial(set_gradients, set_gradients(True)))
             outputs = self._run_again(args, kwargs)

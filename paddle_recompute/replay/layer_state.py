@@ -1,6 +1,6 @@
-"""What a forward pass reads and changes besides its arguments: flags, buffers, parameters.
+"""What a forward pass reads and changes besides its arguments: buffers and parameters.
 
-A second forward must use the train/eval flags and buffers of the first, and must not change them:
+A second forward must use the buffers of the first, and must not change them:
 BatchNorm's running statistics are updated once per step, a spectral norm iterates once.
 """
 
@@ -161,13 +161,13 @@ class _Holder:
 
 
 class LayerState:
-    """Flags, buffers and parameter versions of some Layers.
+    """Buffers and parameter versions of some Layers.
 
     Attributes:
         known: The Layers, by id.
     """
 
-    __slots__ = ("_bare", "_flags", "_holders", "_stamps", "_with_statistics", "known")
+    __slots__ = ("_bare", "_holders", "_stamps", "_with_statistics", "known")
 
     def __init__(self, layers: list[paddle.nn.Layer], *, with_statistics: bool = False) -> None:
         """The state of `layers`, without their sublayers, before a forward; call `after_forward`
@@ -178,15 +178,18 @@ class LayerState:
         """
         self._with_statistics = with_statistics
         self.known: dict[int, paddle.nn.Layer] = {}
-        self._flags: list[bool] = []
         self._bare: list[dict[str, Any]] = []  # the dicts of buffers that are empty
         self._holders: list[_Holder] = []
         self._stamps: list[_writes.Stamps] = []
         self._add(layers)
 
-    def add_called(self, layer: paddle.nn.Layer) -> None:
-        """Add `layer`, which the forward calls and nobody knew, with its state of now."""
-        self._add([one for one in layers_below(layer) if id(one) not in self.known])
+    def add_called(self, layer: paddle.nn.Layer) -> list[paddle.nn.Layer]:
+        """Add `layer`, which the forward calls and nobody knew, with its state of now; returns the
+        Layers in it that nobody knew.
+        """
+        new = [one for one in layers_below(layer) if id(one) not in self.known]
+        self._add(new)
+        return new
 
     def refuse_new_layers(self, call: Any, undo: Undo) -> None:
         """In the second forward of `call`, until `undo`, raise RecomputeError if it calls a Layer
@@ -207,7 +210,6 @@ class LayerState:
 
     def _add(self, layers: list[paddle.nn.Layer]) -> None:
         self.known.update(zip(map(id, layers), layers, strict=True))
-        self._flags += map(_training, layers)
         trained: list[paddle.Tensor] = []
         for layer in layers:
             parameters, buffers = _tensors_of(layer.__dict__)
@@ -244,10 +246,9 @@ class LayerState:
                     buffer.after_forward(holder.tensors.get(name))
 
     def is_unchanged(self) -> bool:
-        """Whether flags, parameters, and the buffers that were copied, are as before."""
+        """Whether parameters, and the buffers that were copied, are as before."""
         return (
-            [*map(_training, self.known.values())] == self._flags
-            and not any(self._bare)
+            not any(self._bare)
             and all(holder.tensors.keys() == holder.before.keys() for holder in self._holders)
             and not any(stamps.written() for stamps in self._stamps)
             and all(
@@ -257,22 +258,16 @@ class LayerState:
             )
         )
 
-    @property
-    def has_buffers(self) -> bool:
-        """Whether a Layer has a buffer, which a forward could change."""
-        return bool(self._holders)
-
     def put_back(self, undo: Undo) -> None:
-        """Let flags and buffers be as before the first forward, and every buffer a copy that the
-        forward may write to, until `undo`.
+        """Let buffers be as before the first forward, and every buffer a copy that the forward may
+        write to, until `undo`.
 
         Raises:
             RecomputeError: A large buffer, or a parameter that the forward reads, was changed.
         """
-        flags = [*map(_training, self.known.values())]
         filled = [(buffers, dict(buffers)) for buffers in filter(None, self._bare)]
-        undo.append(functools.partial(self._set_flags_and_bare, flags, filled))
-        self._set_flags_and_bare(self._flags, ())
+        undo.append(functools.partial(self._empty_all_but, filled))
+        self._empty_all_but(())
         for holder in self._holders:
             undo.append(functools.partial(fill_dict, holder.tensors, dict(holder.tensors)))
             _put_back(holder)
@@ -281,22 +276,14 @@ class LayerState:
             for layer in self.known.values():
                 _guard(layer, written, undo)
 
-    def _set_flags_and_bare(
-        self, flags: list[bool], filled: Sequence[tuple[dict[str, Any], dict[str, Any]]]
-    ) -> None:
-        """Set the flags. Of the dicts of buffers that were empty, only those `filled` have any."""
-        layers = self.known.values()
-        if [*map(_training, layers)] != flags:  # an assignment to a Layer takes a microsecond
-            for layer, training in zip(layers, flags, strict=True):
-                layer.training = training
-        if any(self._bare):
-            for buffers in self._bare:
-                buffers.clear()
+    def _empty_all_but(self, filled: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        """Of the dicts of buffers that were empty, only those `filled` have any."""
+        for buffers in filter(None, self._bare):
+            buffers.clear()
         for buffers, content in filled:
             buffers.update(content)
 
 
-_training = operator.attrgetter("training")
 _tensors_of = operator.itemgetter("_parameters", "_buffers")
 
 

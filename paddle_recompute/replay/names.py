@@ -20,6 +20,7 @@ from paddle_recompute._paddle.random_streams import (
     DRAWING_FROM_PADDLE_ALONE,
     MODULES_BEHIND_ATTRIBUTES,
 )
+from paddle_recompute.replay.places import FLAG
 
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"}
@@ -184,10 +185,12 @@ class Kind:
         """For the ``__dict__`` of a Layer, whose keys are not in `readers`: what is looked at."""
         if len(self.readers) >= _MOST_READERS:
             self.readers.clear()
-        names = self.attributes
-        known = self.readers[tuple(entries)] = reader_of(
-            entries, entries.keys() - attributes_of_every_layer() if names is None else names
+        names: AbstractSet[str] = (
+            entries.keys() - attributes_of_every_layer()
+            if self.attributes is None
+            else self.attributes
         )
+        known = self.readers[tuple(entries)] = reader_of(entries, names | {FLAG})
         return known
 
 
@@ -236,11 +239,8 @@ def nothing(_: object) -> tuple[()]:
 
 _kinds: dict[int, Kind] = {}
 _in_paddle = _InPaddle()
-
-
-def check_paddle() -> None:
-    """To be called before `kind_of` is."""
-    _in_paddle.check()
+check_paddle = _in_paddle.check
+"""To be called before `kind_of` is."""
 
 
 def kind_of(layer_class: type) -> Kind:

@@ -14,6 +14,8 @@ import paddle
 from paddle_recompute._paddle.layers import is_parameter
 from paddle_recompute.replay.contents import Held, HeldTuple, content_of, hold, is_same
 
+FLAG = "training"
+"""The train/eval flag of a Layer."""
 ABSENT = object()
 Container = list[Any] | deque[Any] | dict[Any, Any]
 _NUMBERS = (int, float, str, bytes, complex)  # bool is an int
@@ -52,7 +54,8 @@ class Entries:
         self._size = size
 
     def after_forward(self) -> None:
-        """See `Place`: numbers, and Layers and parameters that the forward has built, stay.
+        """See `Place`: numbers, and Layers and parameters that the forward has built, stay. So
+        that it runs twice in one mode, flags do not.
 
         Numbers beside a tensor that the forward rebinds are part of the same state (the length of a
         cache, whether it is filled): they are put back with it.
@@ -62,7 +65,8 @@ class Entries:
         self._left = self._left | {
             name
             for name in changed
-            if (
+            if name != FLAG
+            and (
                 _is_built(now.get(name))
                 if is_cache
                 else _is_own_state(before.get(name), now.get(name))

@@ -11,7 +11,8 @@ import numpy as np
 from paddle_recompute._paddle.random_streams import (
     generator_states,
     hybrid_parallel_tracker,
-    mark_of_generator_state,
+    mark_and_move,
+    mark_of,
     set_generator_states,
     tracker_states,
 )
@@ -48,41 +49,22 @@ class RngState(NamedTuple):
         if self.python is not None:
             random.setstate(self.python)
 
-    def _now(self) -> RngState:
-        """The current state of the same streams."""
-        return RngState(
-            generators=self.generators and generator_states(),
-            tracker=None if self.tracker is None else tracker_states(),
-            numpy=None if self.numpy is None else np.random.get_state(),
-            python=None if self.python is None else random.getstate(),
-        )
-
-    def only_moved(self, moved: tuple[Any, Any] | None = None) -> RngState:
-        """This state without the streams that are still at it; `moved`: the marks of the
-        generators in this state and now, if they are known.
-        """
-        then, end = moved or (_marks(self.generators), _marks(generator_states()))
-        tracker, numpy, python = self.tracker, self.numpy, self.python
-        if tracker is not None and _marks(tracker) == _marks(tracker_states()):
+    def only_moved(self) -> RngState:
+        """This state without the streams that are still at it."""
+        generators, tracker, numpy, python = self
+        if generators is not None and mark_of(generators) == mark_of(generator_states()):
+            generators = None
+        if tracker is not None and mark_of(tracker) == mark_of(tracker_states()):
             tracker = None
         if numpy is not None and _same_numpy_state(numpy, np.random.get_state()):
             numpy = None
         if python is not None and python == random.getstate():
             python = None
-        return RngState(None if then == end else self.generators, tracker, numpy, python)
+        return RngState(generators, tracker, numpy, python)
 
 
 def _same_numpy_state(one: Any, other: Any) -> bool:
     return bool(one[2:] == other[2:] and np.array_equal(one[1], other[1]))
-
-
-def _marks(states: Any) -> Any:
-    """A value that is equal for equal states of Paddle's generators."""
-    if not states:
-        return states
-    if isinstance(states, dict):
-        return {name: mark_of_generator_state(state) for name, state in states.items()}
-    return [mark_of_generator_state(state) for state in states]
 
 
 class Draws:
@@ -98,9 +80,12 @@ class Draws:
     """
 
     __slots__ = (
-        "_first_was_alone", "_marks", "_may_seed", "_start", "_window", "moves", "of_the_host",
-        "problem",
+        "_first_was_alone", "_is_alone", "_marks", "_may_seed", "_start", "_thread", "moves",
+        "of_the_host", "problem",
     )  # fmt: skip
+
+    _start: tuple[Any, Any, Any, Any]
+    """The fields of an `RngState`."""
 
     def __init__(self, *, of_the_host: bool, may_seed: bool = False) -> None:
         """Before the call; `end_first` must follow.
@@ -109,47 +94,69 @@ class Draws:
             of_the_host: Whether the call may draw from NumPy's stream or Python's.
             may_seed: Whether it may set a stream: one that ends where it began may have moved.
         """
-        self.of_the_host, self._may_seed = of_the_host, may_seed
-        self._start = RngState(generator_states(), tracker_states(), None, None)
+        self.of_the_host, self._may_seed = False, may_seed
+        self._start = generator_states(), tracker_states(), None, None
         if of_the_host:
             self.read_host()
         self.moves = True
         """After `end_first`: whether there is a stream that the repetition must start again."""
         self.problem: str | None = None
         """After `end_again`: why other numbers may have been drawn from Paddle's streams."""
-        self._window = _Window()
+        self._begin()
 
     def read_host(self) -> None:
         """During the call, which may draw from NumPy's stream or Python's from now on."""
-        self.of_the_host = True
-        if self._start.numpy is None:
-            start = self._start
-            self._start = RngState(
-                start.generators, start.tracker, np.random.get_state(), random.getstate()
-            )
+        if not self.of_the_host:
+            self.of_the_host = True
+            self._start = (*self._start[:2], np.random.get_state(), random.getstate())
+
+    def _begin(self) -> None:
+        """Note the calls of other threads that run at the same time, until `_end`."""
+        self._thread, self._is_alone = threading.get_ident(), True
+        _running.append(self)  # first, so that of two calls one at least sees the other
+        for other in tuple(_running):
+            if other._thread != self._thread:
+                other._is_alone = self._is_alone = False
+
+    def _end(self) -> bool:
+        """Returns whether no call of another thread ran meanwhile."""
+        _running.remove(self)
+        return self._is_alone
 
     def end_first(self) -> None:
         """After the call."""
-        self._first_was_alone = self._window.close()
+        self._first_was_alone = self._end()
+        generators, tracker, numpy, _ = self._start
         # Of Paddle's streams, before the call and after it.
-        self._marks = _marks(self._start.generators), _marks(generator_states())
-        if not self._may_seed:
-            self._start = self._start.only_moved(self._marks)
+        then, now = self._marks = mark_of(generators), mark_of(generator_states())
+        if self._may_seed:
+            return
+        if tracker or numpy or tracker_states():
+            self._start = RngState(*self._start).only_moved()
             self.moves = any(self._start)
+        else:
+            self._start = (None if then == now else generators), None, None, None
+            self.moves = then != now
 
     def begin_again(self) -> RngState:
         """Before the repetition; `end_again` must follow, with the result."""
         self.problem = None
-        before = self._start._now()
-        self._start.restore()
-        self._window = _Window()
+        generators, tracker, numpy, python = self._start
+        before = RngState(
+            generators and generator_states(),
+            None if tracker is None else tracker_states(),
+            numpy and np.random.get_state(),
+            python and random.getstate(),
+        )
+        RngState(*self._start).restore()
+        self._begin()
         return before
 
     def end_again(self, before: RngState) -> None:
         """After the repetition."""
-        was_alone = self._window.close()
-        if self._start.generators is not None:
-            self.problem = self._compare(_marks(generator_states()), was_alone)
+        was_alone = self._end()
+        if self._start[0] is not None:
+            self.problem = self._compare(mark_and_move(), was_alone)
         before.restore()
 
     def _compare(self, end: Any, was_alone: bool) -> str | None:
@@ -165,26 +172,4 @@ class Draws:
         return None
 
 
-class _Window:
-    """The duration of a call, until `close`; `is_alone` if no call of another thread overlaps."""
-
-    __slots__ = ("is_alone", "thread")
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.is_alone = True
-        with _lock:
-            for window in _open_windows:
-                if window.thread != self.thread:
-                    window.is_alone = self.is_alone = False
-            _open_windows.append(self)
-
-    def close(self) -> bool:
-        """Returns `is_alone`."""
-        with _lock:
-            _open_windows.remove(self)
-        return self.is_alone
-
-
-_open_windows: list[_Window] = []
-_lock = threading.Lock()
+_running: list[Draws] = []

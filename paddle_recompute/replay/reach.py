@@ -134,14 +134,6 @@ class Reach:
         if self._tensors:
             self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
 
-    def is_unchanged(self) -> bool:
-        """Whether nothing differs from before the first forward, but what it changed itself."""
-        return self.snapshot.is_unchanged() and not self.is_written()
-
-    def is_written(self) -> bool:
-        """Whether a tensor was written to that the function reaches beside members of Layers."""
-        return any(one.is_written() for one in self._tensors)
-
     def put_back(self, undo: Undo) -> None:
         """Give every place its content of before the first forward; `undo` gets what undoes this.
 
@@ -239,9 +231,10 @@ class _Search:
 
     def _visit(self, value: Any, name: str) -> None:
         """Visit `value`, which `name` holds, and its content."""
-        if type(value) in _LEAVES or id(value) in self._seen:
+        kind = type(value)
+        if kind in _LEAVES or id(value) in self._seen:
             return
-        if type(value) in weakref.ProxyTypes:
+        if kind in weakref.ProxyTypes:
             value = value.__repr__.__self__  # what it stands for
             if id(value) in self._seen:
                 return
@@ -249,7 +242,9 @@ class _Search:
             self.may_draw = True
             return
         self._seen[id(value)] = value
-        if isinstance(value, paddle.nn.Layer):
+        if kind is types.FunctionType:
+            self._visit_function(value)
+        elif isinstance(value, paddle.nn.Layer):
             self.layers[id(value)] = value
             self._visit_layer(value)
         elif isinstance(value, paddle.Tensor):
@@ -259,8 +254,6 @@ class _Search:
                 self._visit_container(value, name)
             else:
                 self.may_draw = True
-        elif isinstance(value, types.FunctionType):
-            self._visit_function(value)
         elif isinstance(value, types.MethodType):
             self._visit(value.__self__, name)
             self._visit(value.__func__, name)
@@ -277,15 +270,19 @@ class _Search:
             self.may_draw |= getattr(value, "__module__", "") not in _WITHOUT_STREAMS
 
     def _visit_container(self, value: Any, name: str) -> None:
-        if isinstance(value, (list, deque, dict)):
-            items = items_of(value)
+        is_watched = isinstance(value, (list, deque, dict))
+        items = items_of(value) if is_watched else value
+        reader = _ITEMS[not isinstance(value, dict)]
+        if _LEAVES.issuperset(map(type, items)):
+            if is_watched:
+                self.snapshot.add(value, reader, (*items,))
+            return
+        if is_watched:
             held = [hold(item) for item in items]
             if all(map(operator.is_, held, items)):
-                self.snapshot.add(value, _ITEMS[not isinstance(value, dict)], (*items,))
+                self.snapshot.add(value, reader, (*items,))
             else:
                 self.snapshot.places.append(Items(value, held))
-            if _LEAVES.issuperset(map(type, items)):
-                return
         for item in value.values() if isinstance(value, dict) else value:
             self._visit(item, name)
 
@@ -350,22 +347,27 @@ class _Search:
             layers = [one for one in layers if one is root or id(one) not in self._seen]
         self.snapshot.layers += layers
         self._seen.update(zip(map(id, layers), layers, strict=True))
-        first = {type(one): one for one in reversed(layers) if type(one) not in self._kinds}
-        for layer_class in first:
-            self._kinds[layer_class] = kind_of(layer_class)
-        dicts = [one.__dict__ for one in layers]
-        kinds = [self._kinds[type(one)] for one in layers]
-        readers = [
-            kind.readers.get((*entries,)) or kind.reader(entries)
-            for kind, entries in zip(kinds, dicts, strict=True)
-        ]
-        before = [reader[1](entries) for reader, entries in zip(readers, dicts, strict=True)]
-        for place, values in enumerate(before):
-            if not _LEAVES.issuperset(map(type, values)):
-                self._owner = layers[place]
-                if self._visit_values(readers[place], values):
-                    self._watch_graphs(dicts[place], readers[place], values)
-                    readers[place], before[place] = _NOTHING, ()
+        first = dict(zip(map(type, layers), layers, strict=True))
+        for layer_class in first.keys() & self._kinds.keys():
+            del first[layer_class]
+        self._kinds.update(zip(first, map(kind_of, first), strict=True))
+        dicts, readers, before = [one.__dict__ for one in layers], [], []
+        for layer_class, entries in zip(map(type, layers), dicts, strict=True):
+            kind = self._kinds[layer_class]
+            reader = kind.readers.get((*entries,)) or kind.reader(entries)
+            readers.append(reader)
+            before.append(reader[1](entries))
+        others = {
+            place
+            for place, values in enumerate(before)
+            for value in values
+            if type(value) not in _LEAVES
+        }
+        for place in others:
+            self._owner = layers[place]
+            if self._visit_values(readers[place], before[place]):
+                self._watch_graphs(dicts[place], readers[place], before[place])
+                readers[place], before[place] = _NOTHING, ()
         self.snapshot.add_all(dicts, readers, before)
         if any(map(any, map(_hook_dicts, dicts))):
             for self._owner in layers:
@@ -398,9 +400,9 @@ class _Search:
 
     def _look_up_in_layers(self) -> bool:
         """Returns whether there was something new."""
-        names = self.names - UNNAMED - attributes_of_every_layer()
-        if not names:
+        if len(self.names) == len(UNNAMED):  # no code of the user's
             return False
+        names = self.names - UNNAMED - attributes_of_every_layer()
         unread: dict[type, AbstractSet[str]] = {}
         is_new = False
         for layer in list(self.snapshot.layers):

@@ -28,19 +28,15 @@ class Row:
         self._name = name
         self._calls: list[Call] = []
         self._last: Call | None = None
-        """The last call, if its record serves the next one."""
         if before is not None and before._function is function:
             self._last = before._last
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function; a write into its arguments is refused in calls with a record only."""
+        """Run the function; see `Call.first`."""
         call = Call(self._function, self._name, preserve_rng_state=True, check=False)
-        if self._last is None:
-            outputs = call.first(args, kwargs)
-        else:
-            outputs = call.first_after(self._last, args, kwargs)
+        outputs = call.first(args, kwargs, before=self._last)
         self._calls.append(call)
-        self._last = call if call.serves_the_next() else None
+        self._last = call
         return outputs
 
     def repeat(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain, islice
-from operator import attrgetter, is_, itemgetter, methodcaller
+from operator import is_, itemgetter, methodcaller
 from typing import Any
 
 import paddle
 
 from paddle_recompute._paddle.layers import MEMBER_DICTS
-from paddle_recompute.replay.names import Reader
-from paddle_recompute.replay.places import Entries, Items, Place, fill_dict
+from paddle_recompute.replay.names import Reader, reader_of
+from paddle_recompute.replay.places import FLAG, Entries, Items, Place, fill_dict
 
 _flat = chain.from_iterable
-_dict_of: Callable[[object], dict[str, Any]] = attrgetter("__dict__")
 _members_of = itemgetter(*MEMBER_DICTS)
 _values_of = methodcaller("values")  # not dict.values, which ignores move_to_end
 Undo = list[Callable[[], object]]
@@ -43,16 +42,16 @@ class Snapshot:
     def __init__(self) -> None:
         self.layers: list[paddle.nn.Layer] = []
         self.places: list[Place] = []
-        # Of each dict or list: what is read of it, and what it held.
+        # Of each dict or list: what is read of it, what it held, and its length; all that is held.
         self._containers: list[Any] = []
         self._readers: list[Reader] = []
         self._before: list[tuple[Any, ...]] = []
+        self._sizes: list[int] = []
+        self._content: list[Any] = []
 
     def add(self, container: Any, reader: Reader, before: tuple[Any, ...]) -> None:
         """Watch `container`, of which `reader` has read `before`: no tensor with a graph."""
-        self._containers.append(container)
-        self._readers.append(reader)
-        self._before.append(before)
+        self.add_all([container], [reader], [before])
 
     def add_all(
         self, containers: list[Any], readers: list[Reader], before: list[tuple[Any, ...]]
@@ -61,17 +60,21 @@ class Snapshot:
         self._containers += containers
         self._readers += readers
         self._before += before
+        self._sizes += map(len, containers)
+        self._content += _flat(before)
+
+    def add_flags(self, layers: list[paddle.nn.Layer]) -> None:
+        """Watch whether `layers` train."""
+        for layer in layers:
+            entries = layer.__dict__
+            reader = reader_of(entries, {FLAG})
+            self.add(entries, reader, reader[1](entries))
 
     def capture(self) -> None:
-        """Note the lengths, and the members of the Layers."""
-        self._note_content()
-        self._layer_dicts = [*map(_dict_of, self.layers)]
+        """Note the members of the Layers."""
+        self._layer_dicts = [*map(vars, self.layers)]
         self._exchanges_members = False
         self._capture_members()
-
-    def _note_content(self) -> None:
-        self._sizes = [*map(len, self._containers)]
-        self._content = [*_flat(self._before)]
 
     def _member_dicts(self) -> list[dict[Any, Any]]:
         return [*_flat(map(_members_of, self._layer_dicts))]
@@ -94,41 +97,39 @@ class Snapshot:
         entries = zip(self._keys, self._values, strict=True)
         return [dict(islice(entries, size)) for size in self._members]
 
-    def _has_same_content(self) -> bool:
-        if [*map(len, self._containers)] != self._sizes:
-            return False
+    def _changed(self) -> dict[int, Place]:
+        """The places that differ, made as they were, by the number of the container."""
+        rows = zip(self._readers, self._containers, strict=True)
         try:
-            rows = zip(self._readers, self._containers, strict=True)
             now = [read(container) for (_, read, _), container in rows]
+            if [*map(len, self._containers)] == self._sizes and all(
+                map(is_, _flat(now), self._content)
+            ):
+                return {}  # nearly always
         except KeyError:
-            return False
-        return all(map(is_, _flat(now), self._content))
-
-    def is_unchanged(self) -> bool:
-        """Whether nothing differs from before, but what the forward may change."""
-        return (
-            self._has_same_content()
-            and self._has_same_members()
-            and all(place.is_unchanged() for place in self.places)
-        )
-
-    def read_beside(self, dicts: list[Any]) -> list[tuple[Any, Reader, tuple[Any, ...], int]]:
-        """What is compared beside `dicts`: container, reader, what it has read, and the length."""
-        known = {*map(id, dicts)}
-        rows = zip(self._containers, self._readers, self._before, self._sizes, strict=True)
-        return [row for row in rows if id(row[0]) not in known]
-
-    def _changed(self) -> Iterator[tuple[int, Place]]:
-        """The places that differ, made as they were."""
-        rows = zip(self._containers, self._readers, self._before, self._sizes, strict=True)
-        for number, (container, (found, _, names), before, size) in enumerate(rows):
+            pass
+        places: dict[int, Place] = {}
+        fields = zip(self._containers, self._readers, self._before, self._sizes, strict=True)
+        for number, (container, reader, before, size) in enumerate(fields):
+            if _is_same(container, reader, before, size):
+                continue
+            found, _, names = reader
             place: Place
             if names is None:
                 place = Items(container, [*before])
             else:
                 place = Entries(container, names, dict(zip(found, before, strict=True)), size)
             if not place.is_unchanged():
-                yield number, place
+                places[number] = place
+        return places
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing differs from before, but what the forward may change."""
+        return (
+            not self._changed()
+            and self._has_same_members()
+            and all(place.is_unchanged() for place in self.places)
+        )
 
     def after_forward(self) -> bool:
         """Accept what the first forward changed, and what it built in a Layer.
@@ -138,12 +139,13 @@ class Snapshot:
         """
         for place in self.places:
             place.after_forward()
-        if not self._has_same_content():
-            for number, place in reversed([*self._changed()]):
+        if changed := self._changed():
+            for number, place in reversed(changed.items()):
                 place.after_forward()
                 self.places.append(place)
-                del self._containers[number], self._readers[number], self._before[number]
-            self._note_content()
+                for fields in (self._containers, self._readers, self._before, self._sizes):
+                    del fields[number]
+            self._content = [*_flat(self._before)]
         if not self._has_same_members():
             self._accept_built_members()
             return self.is_unchanged()
@@ -171,7 +173,7 @@ class Snapshot:
         Where nothing was changed so far, by the first forward or by others, a second one that
         does not raise is not looked at afterwards: it does what the first did.
         """
-        changed = {} if self._has_same_content() else dict(self._changed())
+        changed = self._changed()
         for place in (*self.places, *changed.values()):
             undo.append(place.put_back() or functools.partial(_put_back_after, place))
         undo.append(functools.partial(self._put_back_content, changed))
@@ -183,8 +185,8 @@ class Snapshot:
         self._put_back_members()
 
     def _put_back_content(self, but: dict[int, Place]) -> None:
-        if (but or _is_raising()) and not self._has_same_content():
-            for number, place in self._changed():
+        if but or _is_raising():
+            for number, place in self._changed().items():
                 if number not in but:
                     _put_back_after(place)
 
@@ -195,6 +197,13 @@ class Snapshot:
     def _put_back_members(self) -> None:
         for entries, before in zip(self._member_dicts(), self._members_before(), strict=True):
             fill_dict(entries, before)
+
+
+def _is_same(container: Any, reader: Reader, before: tuple[Any, ...], size: int) -> bool:
+    try:
+        return len(container) == size and all(map(is_, reader[1](container), before))
+    except KeyError:
+        return False
 
 
 def _is_raising() -> bool:

@@ -12,6 +12,7 @@ third-party operators that write to their inputs.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
@@ -41,11 +42,6 @@ _sorted: list[int] = []
 """The addresses, sorted; valid while there are as many as in `_last_write`."""
 
 
-def tick() -> int | None:
-    """How many writes were counted; None if that does not tell of tensors that travel."""
-    return None if _any_travels else _tick
-
-
 def note_write(tensor: paddle.Tensor) -> None:
     """Count a write to `tensor` that is not seen by itself, such as a collective's."""
     global _tick
@@ -55,9 +51,8 @@ def note_write(tensor: paddle.Tensor) -> None:
         _last_write[address] = _tick
 
 
-def watch_writes() -> None:
-    """Count writes from now on."""
-    writes.watch_writes(note_write)
+watch_writes = functools.partial(writes.watch_writes, note_write)
+"""Count writes from now on."""
 
 
 def travels(parameter: paddle.Tensor, content: Callable[[], int]) -> None:

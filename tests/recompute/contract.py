@@ -21,7 +21,6 @@ import pytest
 from paddle.base import framework
 
 from paddle_recompute import _nested
-from paddle_recompute._paddle.amp import amp_state
 from paddle_recompute._paddle.layers import is_parameter
 from paddle_recompute._paddle.random_streams import hybrid_parallel_tracker
 from paddle_recompute.errors import RecomputeError
@@ -175,13 +174,14 @@ def array(tensor: paddle.Tensor) -> np.ndarray:
 
 def state_of_the_process() -> Seen:
     """Where the random streams stand, and modes that recompute must put back."""
-    amp, lists = amp_state(), framework._dygraph_tracer()._get_amp_op_list()
+    tracer = framework._dygraph_tracer()
+    level, lists = str(tracer._amp_level), tracer._get_amp_op_list()
     return {
         "Paddle's stream afterwards": paddle.rand([4]).numpy(),
         "NumPy's stream afterwards": np.random.rand(),
         "Python's stream afterwards": random.random(),
         "grad mode afterwards": paddle.is_grad_enabled(),
-        "AMP level afterwards": (str(amp.level), amp.dtype, sorted(map(str, lists[0]))),
+        "AMP level afterwards": (level, tracer._amp_dtype, sorted(map(str, lists[0]))),
     }
 
 

@@ -288,15 +288,14 @@ def test_the_public_names() -> None:
 
 
 def test_the_watch_ends_with_the_step_or_the_model() -> None:
-    from paddle_recompute._paddle import backward
-    from paddle_recompute.replay import called_layers
+    from paddle_recompute._paddle import backward, layers
 
-    before = len(called_layers._everywhere), len(backward._after)
+    before = len(layers.Watches.everywhere), len(backward._after)
     model = Holder(layers=mlps(2))
     apply_recompute(model, AUTO)
     del model
     model = Holder(layers=mlps(2))
     report = apply_recompute(model, AUTO)
     step(model)
-    assert (len(called_layers._everywhere), len(backward._after)) == before
+    assert (len(layers.Watches.everywhere), len(backward._after)) == before
     report.verify()

@@ -103,6 +103,22 @@ def test_buffers_move_once_and_masks_are_those_of_the_first_forward(wiring: str)
 
 
 @pytest.mark.parametrize("wiring", WIRINGS)
+def test_flags_are_those_of_the_first_forward(wiring: str) -> None:
+    found = []
+    for run in (lambda f, x: f(x), recompute):
+        setting = Setting(wiring)
+        x = leaf(6, 4)
+        paddle.seed(7)
+        y = run(setting.function, x * 2).square().sum()
+        setting.layer.eval()
+        y.backward()
+        assert not any(one.training for one in setting.layer.sublayers(include_self=True))
+        found.append([x.grad, setting.layer[0].weight.grad])
+    for plain, ours in zip(*found, strict=True):
+        np.testing.assert_array_equal(plain.numpy(), ours.numpy())
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
 def test_an_update_before_the_backward_is_refused(wiring: str) -> None:
     setting = Setting(wiring)
     y = recompute(setting.function, leaf(6, 4) * 2).square().sum()

@@ -130,7 +130,7 @@ def test_unwrap_gives_the_bare_layer_back() -> None:
 
 
 def test_use_reentrant_is_accepted_and_noted_once(caplog: pytest.LogCaptureFixture) -> None:
-    function._log_reentrant_once.cache_clear()
+    function.log_reentrant.cache_clear()
     layer, x = paddle.nn.Linear(4, 4), paddle.ones([2, 4])
     with caplog.at_level(logging.INFO, logger="paddle_recompute"):
         for _ in range(2):  # no input needs a gradient: Paddle's reentrant form would give none
