@@ -14,6 +14,7 @@ import os
 import random
 import re
 import sys
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ from paddle_recompute._paddle.fleet_recompute import (
     holders_of,
 )
 from paddle_recompute._paddle.gradients import (
-    end_hook,
+    end_call,
     has_unwatched_hooks,
     keeps_main_grad,
     make_unscaling_visible,
@@ -624,12 +625,13 @@ def test_flat_tensors_share_memory_with_tensors_of_another_shape() -> None:
 
 
 def test_a_hook_that_has_ended_calls_nothing() -> None:
-    """``_register_backward_hook`` calls a ``functools.partial``, which can be changed."""
+    """``_register_backward_hook`` calls what has a ``functools.partial``, which can be changed."""
     layer, seen = paddle.nn.Linear(1, 1), []
-    hook = on_gradient_added(layer.weight, seen.append, 1)
+    call = functools.partial(seen.append)
+    on_gradient_added(layer.weight, types.MethodType(call, 1))
     for _ in range(2):
         layer(paddle.ones([1, 1])).sum().backward()
-        end_hook(hook)
+        end_call(call)
     assert seen == [1]
 
 
