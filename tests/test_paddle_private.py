@@ -42,7 +42,7 @@ from paddle_recompute._paddle.distributed import (
     store_publish,
     without_own_flags,
 )
-from paddle_recompute._paddle.flat import joined, parted, replace_memory
+from paddle_recompute._paddle.flat import by_dtype, joined, parted, replace_memory
 from paddle_recompute._paddle.fleet_recompute import (
     FORWARDS_TO_FLEET,
     custom_state_functions,
@@ -338,9 +338,9 @@ def test_update_loss_scaling(dtype: str) -> None:
     """Zeros into all tensors where a condition of one element is true; else nothing."""
     tensors = [paddle.to_tensor([1.0, math.nan, -2.0]).astype(dtype) for _ in range(2)]
     before = [tensor.astype("float32").numpy().tobytes() for tensor in tensors]
-    zero_if(paddle.to_tensor(False), tensors)
+    zero_if(paddle.to_tensor(False), by_dtype(tensors))
     assert [tensor.astype("float32").numpy().tobytes() for tensor in tensors] == before
-    zero_if(paddle.to_tensor(True), tensors)
+    zero_if(paddle.to_tensor(True), by_dtype(tensors))
     assert all(not tensor.astype("float32").numpy().any() for tensor in tensors)
 
 
