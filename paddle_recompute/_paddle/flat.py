@@ -66,10 +66,9 @@ Gradients = Mapping[Any, Sequence[paddle.Tensor]]
 def by_dtype(tensors: Sequence[paddle.Tensor]) -> Gradients:
     """Those of `tensors` of each dtype."""
     dtypes = [*map(attrgetter("dtype"), tensors)]
-    different = {*dtypes}
-    if len(different) == 1:
+    if dtypes and dtypes.count(dtypes[0]) == len(dtypes):  # without a hash of each
         return {dtypes[0]: tensors}
-    return {one: [*compress(tensors, map(one.__eq__, dtypes))] for one in different}
+    return {one: [*compress(tensors, map(one.__eq__, dtypes))] for one in {*dtypes}}
 
 
 def squares_of(tensors: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
