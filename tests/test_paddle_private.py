@@ -624,6 +624,18 @@ def test_flat_tensors_share_memory_with_tensors_of_another_shape() -> None:
     assert np.array_equal(joined([turned, other], shells)[:6].numpy(), turned.numpy().ravel())
 
 
+@pytest.mark.parametrize("dtypes", ["", "aa", "aba", "bba"])
+def test_tensors_by_their_dtypes(dtypes: str) -> None:
+    kinds = {"a": "float32", "b": "float64"}
+    tensors = [paddle.zeros([1], kinds[one]) for one in dtypes]
+    found = {str(dtype): [*map(id, alike)] for dtype, alike in by_dtype(tensors).items()}
+    assert found == {
+        f"paddle.{kind}": [id(t) for t, one in zip(tensors, dtypes, strict=True) if one == letter]
+        for letter, kind in kinds.items()
+        if letter in dtypes
+    }
+
+
 def test_a_hook_that_has_ended_calls_nothing() -> None:
     """``_register_backward_hook`` calls what has a ``functools.partial``, which can be changed."""
     layer, seen = paddle.nn.Linear(1, 1), []
