@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -277,9 +278,9 @@ def test_update_loss_scaling(dtype: str) -> None:
     """Zeros into all tensors where a condition of one element is true; else nothing."""
     tensors = [paddle.to_tensor([1.0, math.nan, -2.0]).astype(dtype) for _ in range(2)]
     before = [tensor.astype("float32").numpy().tobytes() for tensor in tensors]
-    updates.zero_if(paddle.to_tensor(False), tensors)
+    updates.zero_if(paddle.to_tensor(False), flat.by_dtype(tensors))
     assert [tensor.astype("float32").numpy().tobytes() for tensor in tensors] == before
-    updates.zero_if(paddle.to_tensor(True), tensors)
+    updates.zero_if(paddle.to_tensor(True), flat.by_dtype(tensors))
     assert all(not tensor.astype("float32").numpy().any() for tensor in tensors)
 
 
@@ -529,16 +530,29 @@ def test_flat_tensors_share_memory_with_tensors_of_another_shape() -> None:
     assert np.array_equal(flat.joined([turned, other], shells)[:6].numpy(), turned.numpy().ravel())
 
 
+@pytest.mark.parametrize("dtypes", ["", "aa", "aba", "bba"])
+def test_tensors_by_their_dtypes(dtypes: str) -> None:
+    kinds = {"a": "float32", "b": "float64"}
+    tensors = [paddle.zeros([1], kinds[one]) for one in dtypes]
+    found = {str(dtype): [*map(id, alike)] for dtype, alike in flat.by_dtype(tensors).items()}
+    assert found == {
+        f"paddle.{kind}": [id(t) for t, one in zip(tensors, dtypes, strict=True) if one == letter]
+        for letter, kind in kinds.items()
+        if letter in dtypes
+    }
+
+
 def test_a_hook_that_has_ended_calls_nothing() -> None:
-    """``_register_backward_hook`` calls, after the addition, a partial that can be changed."""
+    """``_register_backward_hook`` calls, after the addition, what has a partial that can be
+    changed.
+    """
     layer, seen = paddle.nn.Linear(2, 2), []
-    hook = gradients.on_gradient_added(
-        layer.weight, lambda: seen.append(layer.weight.grad.sum().item())
-    )
+    call = functools.partial(lambda parameter: seen.append(parameter.grad.sum().item()))
+    gradients.on_gradient_added(layer.weight, types.MethodType(call, layer.weight))
     for _ in range(3):
         layer(paddle.ones([1, 2])).sum().backward()
         if len(seen) == 2:
-            gradients.end_hook(hook)
+            gradients.end_call(call)
     assert seen == [4, 8]
 
 

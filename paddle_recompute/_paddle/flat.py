@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any
@@ -59,13 +59,16 @@ def are_sparse(tensors: Iterable[paddle.Tensor]) -> bool:
     return any(map(_Tensor.is_selected_rows, tensors))
 
 
-def by_dtype(tensors: Sequence[paddle.Tensor]) -> dict[Any, Sequence[paddle.Tensor]]:
+Gradients = Mapping[Any, Sequence[paddle.Tensor]]
+"""Tensors by their dtypes."""
+
+
+def by_dtype(tensors: Sequence[paddle.Tensor]) -> Gradients:
     """Those of `tensors` of each dtype."""
     dtypes = [*map(attrgetter("dtype"), tensors)]
-    different = {*dtypes}
-    if len(different) == 1:
+    if dtypes and dtypes.count(dtypes[0]) == len(dtypes):  # without a hash of each
         return {dtypes[0]: tensors}
-    return {one: [*compress(tensors, map(one.__eq__, dtypes))] for one in different}
+    return {one: [*compress(tensors, map(one.__eq__, dtypes))] for one in {*dtypes}}
 
 
 def squares_of(tensors: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:

@@ -124,32 +124,23 @@ def end_passing_hooks(before: Hooks | None) -> None:
         tensor._remove_grad_hook(number)
 
 
-GradientHook = functools.partial[Any]
-"""What Paddle calls; see `on_gradient_added`."""
-
-
-def on_gradient_added(
-    parameter: paddle.Tensor, call: Callable[..., object], *args: object
-) -> GradientHook:
-    """Call ``call(*args)`` after each time that a backward has added to ``parameter.grad``.
+def on_gradient_added(parameter: paddle.Tensor, call: Callable[[], object]) -> None:
+    """Call ``call()`` after each time that a backward has added to ``parameter.grad``.
 
     ``_register_backward_hook`` (2.6, 3.x) is what Paddle's own sharding uses; the public
     ``register_hook`` runs *before* the addition and never for the PyLayer form's inner backward.
-    Such a hook cannot be removed, but by `end_hook` it calls nothing any more. Paddle refuses it on
-    what is frozen; one that is there fires again after a freeze.
+    Such a hook cannot be removed. Paddle refuses it on what is frozen; one that is there fires
+    again after a freeze.
     """
-    hook = functools.partial(call, *args)
     is_frozen = parameter.stop_gradient
     parameter.stop_gradient = False
-    parameter._register_backward_hook(hook)
+    parameter._register_backward_hook(call)
     parameter.stop_gradient = is_frozen
-    return hook
 
 
-def end_hook(hook: GradientHook) -> None:
-    """Let `hook` call nothing of ours any more, nor keep anything alive."""
-    # A partial can be changed, the list of Paddle's hooks cannot.
-    hook.__setstate__((int, (), {}, {}))  # type: ignore[attr-defined]
+def end_call(call: functools.partial[Any]) -> None:
+    """Let `call`, which hooks have, call nothing of ours any more, nor keep anything alive."""
+    call.__setstate__((int, (), {}, {}))  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -9,13 +9,14 @@ parameter.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.flat import by_dtype
+from paddle_recompute._paddle.flat import Gradients
 from paddle_recompute._paddle.layers import clip_of_optimizer, parameters_of_optimizer
 from paddle_recompute.errors import ConfigError
 
@@ -136,9 +137,9 @@ _ATTRIBUTES, _FACTOR = attrgetter("optimize_attr"), itemgetter("learning_rate")
 
 
 @paddle.no_grad()
-def zero_if(condition: paddle.Tensor, tensors: Sequence[paddle.Tensor]) -> None:
-    """Write zeros into `tensors` where `condition` is true, on the device; else they stay as they
-    are.
+def zero_if(condition: paddle.Tensor, tensors: Gradients) -> None:
+    """Write zeros into `tensors`, which are in one place, where `condition` is true, on the device;
+    else they stay as they are.
 
     ``_C_ops.update_loss_scaling_`` (2.6, 3.x) does this to the gradients of a step that overflowed,
     before it moves the scale, which is left out here. On a CPU it makes no pass over them, where
@@ -148,24 +149,25 @@ def zero_if(condition: paddle.Tensor, tensors: Sequence[paddle.Tensor]) -> None:
 
     Args:
         condition: Bool, one element.
-        tensors: Of floating dtypes, in one place.
+        tensors: By their floating dtypes.
     """
-    if not tensors:
-        return
-    place = tensors[0].place
-    for dtype, alike in by_dtype(tensors).items():
-        is_half = dtype in _HALF
+    for dtype, alike in tensors.items():
+        place, is_half = alike[0].place, dtype in _HALF
         if place.is_gpu_place() or (place.is_cpu_place() and not is_half):
-            scale = paddle.ones([1], dtype)
-            good, bad = paddle.zeros([1], "int32"), paddle.zeros([1], "int32")
             paddle._C_ops.update_loss_scaling_(
-                alike, condition.reshape([1]), scale, good, bad, 1, 1, 1.0, 1.0, True
+                alike, condition.reshape([1]), *_unmoved(str(place), dtype), 1, 1, 1.0, 1.0, True
             )
             continue
         for tensor in alike:
             wide = tensor.astype("float32") if is_half else tensor
             wide = paddle.where(condition, paddle.zeros_like(wide), wide)
             paddle.assign(wide.astype(dtype) if is_half else wide, tensor)
+
+
+@functools.cache
+def _unmoved(place: str, dtype: Any) -> tuple[paddle.Tensor, ...]:
+    """Loss scale, good and bad steps in a row, which the operator leaves alone, as it is told."""
+    return paddle.ones([1], dtype), paddle.zeros([1], "int32"), paddle.zeros([1], "int32")
 
 
 def keeps_master_weights(optimizer: Any) -> bool:

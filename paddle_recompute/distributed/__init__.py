@@ -7,13 +7,18 @@ on a device on its streams (`device_watch`); a few numbers by `reduce_numbers`, 
 `run_collective`. Whoever waits, waits in ``peers().wait_until``, which a dead peer ends.
 """
 
-from paddle_recompute.distributed import stop_request, withdrawals
+from paddle_recompute.distributed import stop_request
 from paddle_recompute.distributed.agreement import (
     agree_on_options,
     agree_on_parameters,
     first_that_differs,
 )
-from paddle_recompute.distributed.control_client import is_distributed, peers, scope_of
+from paddle_recompute.distributed.control_client import (
+    is_distributed,
+    is_gloo,
+    peers,
+    scope_of,
+)
 from paddle_recompute.distributed.gathered import gathered
 from paddle_recompute.distributed.gloo_lane import Job, are_equal, fingerprint, lane_of
 from paddle_recompute.distributed.groups import device_group
@@ -52,6 +57,7 @@ __all__ = [
     "first_that_differs",
     "gathered",
     "is_distributed",
+    "is_gloo",
     "lane_of",
     "mean_over_ranks",
     "peers",
@@ -63,5 +69,4 @@ __all__ = [
     "sum_over_ranks",
     "values_of_ranks",
     "watched_on_device",
-    "withdrawals",
 ]

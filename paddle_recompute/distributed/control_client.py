@@ -480,5 +480,15 @@ def is_distributed(group: Group | None = None) -> bool:
 
 def scope_of(group: Group | None) -> Scope:
     """The ranks of `group` (None: all), as those who wait for each other."""
-    ranks = range(dist.get_world_size()) if group is None else group.ranks
-    return Scope(tuple(ranks), peers().limits)
+    return Scope(_ranks_of(group), peers().limits)
+
+
+@functools.cache
+def _ranks_of(group: Group | None) -> tuple[int, ...]:
+    return tuple(range(dist.get_world_size()) if group is None else group.ranks)
+
+
+@functools.cache
+def is_gloo(group: Group | None = None) -> bool:
+    """Whether the collectives of `group` are gloo's, on the host."""
+    return str(dist.get_backend(group)).lower() == "gloo"

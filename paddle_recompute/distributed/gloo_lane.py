@@ -18,6 +18,7 @@ goes through rank 0 unless a rank is late by more than 30 s.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import queue
@@ -50,12 +51,13 @@ MOST_RENEWALS = 20
 _logger = logging.getLogger("paddle_recompute")
 
 
-def fingerprint(text: str) -> list[float]:
+@functools.lru_cache(maxsize=64)
+def fingerprint(text: str) -> tuple[float, ...]:
     """Four numbers from whose sums over the ranks `are_equal` sees whether all have this `text`."""
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     mask = (1 << _HALF_OF_HASH) - 1
     low, high = number & mask, (number >> _HALF_OF_HASH) & mask
-    return [low, low * low, high, high * high]
+    return low, low * low, high, high * high
 
 
 def are_equal(sums: Sequence[float], num_ranks: int) -> bool:

@@ -18,7 +18,7 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute._paddle.layers import saved_buffers
 from paddle_recompute.distributed import stop_request
 from paddle_recompute.distributed.agreement import first_that_differs
-from paddle_recompute.distributed.control_client import is_distributed, peers, scope_of
+from paddle_recompute.distributed.control_client import is_distributed, is_gloo, peers, scope_of
 from paddle_recompute.distributed.gloo_lane import MAIN_LANE, lane_of
 from paddle_recompute.distributed.numbers import reduce_numbers
 from paddle_recompute.distributed.peer_state import Scope
@@ -87,7 +87,7 @@ def run_collective(function: Callable[[], Result], what: str, group: Group | Non
     """
     if not is_distributed(group):
         return function()
-    if dist.get_backend(group).lower() == "gloo":
+    if is_gloo(group):
         return lane_of(scope_of(group), MAIN_LANE).begin(lambda _: function(), what).wait()
     with watched_on_device(what, scope_of(group)):
         return function()

@@ -8,7 +8,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute.distributed import lane_of, scope_of, watched_on_device
+from paddle_recompute.distributed import is_gloo, lane_of, scope_of, watched_on_device
 
 LANE = "gradients"
 """That of the buckets, with gloo."""
@@ -45,7 +45,7 @@ class AllReducer:
         self._group = group
         self._scope = scope_of(group)
         self._lane = lane
-        self.is_gloo = dist.get_backend(group).lower() == "gloo"
+        self.is_gloo = is_gloo(group)
         if self.is_gloo:
             lane_of(self._scope, lane)  # made now, and not in the first step
 

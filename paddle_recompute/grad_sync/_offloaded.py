@@ -15,11 +15,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import paddle
-import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.travelling import piece_of
-from paddle_recompute.distributed import agree_on_parameters, device_group, reduce_numbers, scope_of
+from paddle_recompute.distributed import (
+    agree_on_parameters,
+    device_group,
+    is_gloo,
+    reduce_numbers,
+    scope_of,
+)
 from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._codec import Codec
@@ -85,10 +90,9 @@ class PieceSender:
         # No other sender has it, so that two chains need not send in the same order.
         _num_senders[scope.ranks] += 1
         self._name = f"offloaded parameters {_num_senders[scope.ranks]}"
-        is_gloo = dist.get_backend(group).lower() == "gloo"
-        own = group if is_gloo else device_group(scope.ranks, self._name)
+        own = group if is_gloo(group) else device_group(scope.ranks, self._name)
         self._reducer = AllReducer(own, self._name)
-        self._codec = Codec("none", error_feedback=False, is_gloo=is_gloo)
+        self._codec = Codec("none", error_feedback=False, is_gloo=is_gloo(group))
 
     @paddle.no_grad()
     def send(

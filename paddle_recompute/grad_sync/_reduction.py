@@ -24,9 +24,11 @@ numbers differ between the ranks. The ranks learn the order anew and send everyt
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -40,8 +42,7 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute._paddle.backward import after_each_backward, watch_backward
 from paddle_recompute._paddle.flat import gradient_of
 from paddle_recompute._paddle.gradients import (
-    GradientHook,
-    end_hook,
+    end_call,
     make_unscaling_visible,
     on_gradient_added,
 )
@@ -82,10 +83,9 @@ class _Order(list[int]):
             self.clear()
 
 
-def _let_go(forget: Callable[[], None], hooks: dict[int, GradientHook]) -> None:
+def _let_go(forget: Callable[[], None], note: functools.partial[None]) -> None:
     forget()
-    for hook in hooks.values():
-        end_hook(hook)
+    end_call(note)
 
 
 class BucketedReduction:
@@ -123,11 +123,12 @@ class BucketedReduction:
         self._ready: list[float] = []
         """By bucket: after how many additions of `_usual` it is complete."""
         self._armed = False
-        self._hooked: dict[int, GradientHook] = {}
+        self._hooked: set[int] = set()
+        self._note = functools.partial(self._order.append)
         watch_backward()
         # Outside of a step nobody reads the order.
         forget = after_each_backward(self._order.clear_if_unread)
-        weakref.finalize(self, _let_go, forget, self._hooked)  # Paddle's hooks outlive it
+        weakref.finalize(self, _let_go, forget, self._note)  # Paddle's hooks outlive it
         if early:
             make_unscaling_visible()
         self._asking: set[int] = set()
@@ -239,6 +240,7 @@ class BucketedReduction:
         """The step has ended, or failed."""
         self._armed = self._order.is_read = False
         self._end_reading()
+        self._listed.gradients = []  # now, while they are in a cache
 
     # ------------------------------------------------------------------------------ sending
 
@@ -248,7 +250,9 @@ class BucketedReduction:
             if index in self._hooked:
                 continue
             refuse_main_grad(parameter, self._listed.names[index])
-            self._hooked[index] = on_gradient_added(parameter, self._order.append, index)
+            self._hooked.add(index)
+            # A method of the index is one small object: what a hook has of its own is in no cache.
+            on_gradient_added(parameter, types.MethodType(self._note, index))
 
     def _expect_order(self) -> None:
         """Take the order of this step for that of the next: let the last gradient of each bucket
@@ -266,7 +270,8 @@ class BucketedReduction:
         asking = {self._usual[int(ready) - 1] for ready in self._ready if ready < math.inf}
         for index in asking.union(self._usual[:1]) - self._asking:
             self._asking.add(index)
-            on_gradient_added(self._parameters[index], self._look, weakref.ref(self))
+            look = functools.partial(self._look, weakref.ref(self))
+            on_gradient_added(self._parameters[index], look)
 
     def _begin_sending(self) -> None:
         self._codec.begin()

@@ -17,6 +17,7 @@ from paddle_recompute.distributed import (
     agree_on_options,
     first_that_differs,
     is_distributed,
+    is_gloo,
     peers,
     scope_of,
 )
@@ -148,8 +149,7 @@ class GradientSync:
         if self.mode == "fleet":
             self._reduction = FleetReduction(self._listed, group)
             return
-        is_gloo = dist.get_backend(group).lower() == "gloo"
-        self._codec = Codec(compression, error_feedback=error_feedback, is_gloo=is_gloo)
+        self._codec = Codec(compression, error_feedback=error_feedback, is_gloo=is_gloo(group))
         self._reduction = BucketedReduction(
             self._listed,
             group,

@@ -14,6 +14,7 @@ from paddle_recompute._paddle.travelling import over_same_memory, piece_of
 from paddle_recompute.distributed import (
     device_group,
     is_distributed,
+    is_gloo,
     lane_of,
     scope_of,
     shared_out,
@@ -98,7 +99,7 @@ class Carrier:
         _num_chains[self.ranks] += 1
         self._name = f"shards of chain {_num_chains[self.ranks]}"
         self._num_begun = 0
-        self._is_gloo = dist.get_backend().lower() == "gloo"
+        self._is_gloo = is_gloo()
         if self._is_gloo:
             lane_of(scope_of(None), self._name)  # made now, and not in the first step
         else:

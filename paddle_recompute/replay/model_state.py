@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import paddle
@@ -203,6 +203,7 @@ class ModelStamp:
                 for hooks in (forward_pre_hooks(layer), forward_post_hooks(layer)):
                     self._places.append((f"the hooks of {name}", hooks, None))
         self._entries = [entries for _, entries, _ in self._places]
+        self._whole = [entries for _, entries, matters in self._places if matters is None]
         self._look()
 
     def change(self) -> str:
@@ -222,8 +223,11 @@ class ModelStamp:
         return ""
 
     def _look(self) -> None:
-        values = [*chain.from_iterable(map(dict.values, self._entries))]
-        self._lists = [value for value in values if type(value) is list]
+        self._read: dict[itemgetter[Any], dict[Any, Any]] = {}
+        for _, entries, matters in self._places:
+            if matters is not None and (keys := [*filter(matters, entries)]):
+                self._read[itemgetter(*keys, keys[0])] = entries  # of one key it gives no tuple
+        self._lists = [value for value in self._values_now() if type(value) is list]
         # Not a tensor with its graph: where there is one, each place is looked at each time.
         self._seen = [None if _has_graph(one) else one for one in self._entries_now()]
         self._held = {
@@ -235,12 +239,17 @@ class ModelStamp:
         }
 
     def _entries_now(self) -> Iterator[Any]:
-        """Keys, values, elements of lists, and `_ABSENT`, so that the shorter of two such is not
-        the beginning of the other.
+        """All keys, and values and elements of lists as far as they matter; and `_ABSENT`, so that
+        the shorter of two such is not the beginning of the other.
         """
-        entries = [*filter(None, self._entries)]
-        values = chain.from_iterable(map(dict.values, entries))
-        return chain(chain.from_iterable(entries), values, *self._lists, [_ABSENT])
+        return chain(
+            chain.from_iterable(self._entries), self._values_now(), *self._lists, [_ABSENT]
+        )
+
+    def _values_now(self) -> Iterator[Any]:
+        read = map(itemgetter.__call__, self._read, self._read.values())
+        whole = chain.from_iterable(map(dict.values, filter(None, self._whole)))
+        return chain(whole, chain.from_iterable(read))
 
 
 def _read_by(layer: paddle.nn.Layer, others: frozenset[str] | None) -> Callable[[str], bool]:

@@ -23,6 +23,7 @@ from paddle_recompute._paddle.travelling import over_same_memory
 from paddle_recompute.distributed import (
     Scope,
     device_group,
+    is_gloo,
     lane_of,
     run_collective,
     scope_of,
@@ -65,7 +66,7 @@ class Travel:
             parity = self._scope.ranks.index(piece[0]) % 2
             self._of_lanes[parity + 2 * (num_before[parity] % 2)].append(piece)
             num_before[parity] += 1
-        self._is_gloo = dist.get_backend(group).lower() == "gloo"
+        self._is_gloo = is_gloo(group)
         for name in LANES if self._is_gloo else ():
             lane_of(self._scope, name)  # made now, and not in the first step
 

@@ -91,17 +91,15 @@ def refuse_main_grad(parameters: list[paddle.Tensor]) -> None:
         )
 
 
-def refuse_sparse(parameters: list[paddle.Tensor]) -> None:
-    """Raise ConfigError if a gradient of `parameters` is sparse; it has no norm."""
-    if not are_sparse([one for one in map(gradient_of, parameters) if one is not None]):
-        return
-    for parameter in parameters:
-        gradient = gradient_of(parameter)
-        if gradient is not None and gradient.is_selected_rows():
-            raise ConfigError(
-                f"the gradient of {parameter.name} is sparse (SelectedRows), of which Paddle "
-                "computes no norm; make its Embedding with sparse=False"
-            )
+def refuse_sparse(parameters: list[paddle.Tensor], gradients: list[paddle.Tensor]) -> None:
+    """Raise ConfigError if one of `gradients`, of `parameters`, is sparse; it has no norm."""
+    if are_sparse(gradients):
+        number = [gradient.is_selected_rows() for gradient in gradients].index(True)
+        with_gradient = [one for one in parameters if gradient_of(one) is not None]
+        raise ConfigError(
+            f"the gradient of {with_gradient[number].name} is sparse (SelectedRows), of which "
+            "Paddle computes no norm; make its Embedding with sparse=False"
+        )
 
 
 def check_sharded(

@@ -7,12 +7,13 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.flat import by_dtype, is_frozen, scale_all, squares_of
+from paddle_recompute._paddle.flat import Gradients, by_dtype, is_frozen, scale_all, squares_of
 from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute._paddle.updates import (
@@ -256,14 +257,15 @@ class TrainStep:
             timeline = self._sync.timeline
             computed = timeline.backward_ended if timeline is not None else synchronized
             agreed = self._sync.agreed
-            outcome = Outcome(losses, divisors, self._unscale(), agreed.loss if agreed else None)
+            gradients, norm_on_device = self._unscale()
+            outcome = Outcome(losses, divisors, norm_on_device, agreed.loss if agreed else None)
             must_read = self._must_read
             if must_read:
                 [(loss, norm)] = read_all([outcome])
                 finite = self._is_finite_everywhere(loss, norm)
-                self._update_if(finite, loss, norm)
+                self._update_if(finite, loss, norm, gradients)
             else:
-                self._update_on_device(outcome)
+                self._update_on_device(outcome, gradients)
         except BaseException:  # before it was found out what has changed since the last step
             self._cleared_here = self._walk.parameters()
             raise
@@ -369,7 +371,6 @@ class TrainStep:
         if state != self._state or not all(map(is_, everything, self._looked_at)):
             self._state, self._looked_at = state, everything
             self._find_trained(own)
-        refuse_sparse(self._updated)
 
     def _find_trained(self, own: Sequence[paddle.Tensor]) -> None:
         before = {id(parameter) for parameter in self._trained}
@@ -388,21 +389,24 @@ class TrainStep:
             self._without_moments = [p for p in self._updated if p.name not in self._moved]
 
     @paddle.no_grad()
-    def _unscale(self) -> paddle.Tensor:
-        """Divide the gradients by the loss scale; returns their norm, one number.
+    def _unscale(self) -> tuple[Gradients, paddle.Tensor]:
+        """Divide the gradients by the loss scale; returns them by dtype, and their norm, one
+        number.
 
         The norm is the test for overflow too: it is finite only if every element is.
         """
         gradients = self._gradients()
-        if self._amp is not None and not by_dtype(gradients).keys().isdisjoint(HALF):
+        refuse_sparse(self._updated, gradients)
+        alike = by_dtype(gradients)
+        if self._amp is not None and not alike.keys().isdisjoint(HALF):
             to_float32(self._updated)
             gradients = self._gradients()
+            alike = by_dtype(gradients)
         if self._scaler is not None:
             scale_all(gradients, 1.0 / self._scaler.scale)
-        dtypes = {*by_dtype(gradients)}
-        dtype = paddle.float64 if paddle.float64 in dtypes else paddle.float32
+        dtype = paddle.float64 if paddle.float64 in alike else paddle.float32
         squares = squares_of(
-            [g.astype(dtype) for g in gradients] if dtypes - {dtype} else gradients
+            [g.astype(dtype) for g in gradients] if alike.keys() - {dtype} else gradients
         )
         if self._offloaded is not None:
             # In the order of the parameters, offloaded or not: so that the sum has the same bits.
@@ -412,7 +416,7 @@ class TrainStep:
                 for p in self._updated
                 if gradient_of(p) is not None or id(p) in others
             ]
-        return paddle.add_n(squares).sqrt() if squares else paddle.zeros([1])
+        return alike, paddle.add_n(squares).sqrt() if squares else paddle.zeros([1])
 
     @property
     def _must_read(self) -> bool:
@@ -435,11 +439,11 @@ class TrainStep:
         return mean_over_ranks(float(finite), self._sync.group) == 1
 
     @paddle.no_grad()
-    def _update_if(self, finite: bool, loss: float, norm: float) -> None:
+    def _update_if(self, finite: bool, loss: float, norm: float, gradients: Gradients) -> None:
         """Clip and update, or leave the parameters alone."""
         if finite:
             if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
-                scale_all(self._gradients(), self._clip_grad_norm / norm)
+                scale_all([*chain(*gradients.values())], self._clip_grad_norm / norm)
                 if self._offloaded is not None:
                     self._offloaded.scale_gradients(self._clip_grad_norm / norm)
             self._note_updated()
@@ -452,14 +456,13 @@ class TrainStep:
             raise divergence(loss, norm)
 
     @paddle.no_grad()
-    def _update_on_device(self, outcome: Outcome) -> None:
+    def _update_on_device(self, outcome: Outcome, gradients: Gradients) -> None:
         """The same without the host: bit by bit, as long as the step is finite.
 
         Where it is not, the parameters stay, and the optimizer's moments decay as with a gradient
         of 0.
         """
         finite = self._unread.add(outcome)
-        gradients = self._gradients()
         zero_if(paddle.logical_not(finite), gradients)
         if self._clip_grad_norm is not None:
             scale_to_norm(gradients, outcome.norm, self._clip_grad_norm)

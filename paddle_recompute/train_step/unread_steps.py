@@ -8,6 +8,7 @@ the parameters alone. The error comes when one of these steps is looked at.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,13 +44,14 @@ class Outcome:
     @paddle.no_grad()
     def is_finite(self) -> paddle.Tensor:
         """Bool ``[1]``, on the device."""
-        return paddle.isfinite(self._numbers()).all().reshape([1])
+        return functools.reduce(paddle.logical_and, map(paddle.isfinite, self._parts()))
+
+    def _parts(self) -> list[paddle.Tensor]:
+        return [*(self.losses if self.agreed_loss is None else [self.agreed_loss]), self.norm]
 
     @paddle.no_grad()
     def _numbers(self) -> paddle.Tensor:
-        losses = self.losses if self.agreed_loss is None else [self.agreed_loss]
-        parts = [*losses, self.norm]
-        return paddle.concat([part.astype("float64").reshape([1]) for part in parts])
+        return paddle.concat([part.astype("float64").reshape([1]) for part in self._parts()])
 
     def _understand(self, values: Sequence[float]) -> tuple[float, float]:
         *losses, norm = values
