@@ -240,7 +240,7 @@ class BucketedReduction:
         """The step has ended, or failed."""
         self._armed = self._order.is_read = False
         self._end_reading()
-        self._listed.gradients = []  # now, while they are in a cache
+        self._listed.gradients = []  # whoever clears `.grad` frees them
 
     # ------------------------------------------------------------------------------ sending
 
