@@ -7,7 +7,7 @@ on a device on its streams (`device_watch`); a few numbers by `reduce_numbers`, 
 `run_collective`. Whoever waits, waits in ``peers().wait_until``, which a dead peer ends.
 """
 
-from paddle_recompute.distributed import stop_request
+from paddle_recompute.distributed import stop_request, withdrawals
 from paddle_recompute.distributed.agreement import (
     agree_on_options,
     agree_on_parameters,
@@ -69,4 +69,5 @@ __all__ = [
     "sum_over_ranks",
     "values_of_ranks",
     "watched_on_device",
+    "withdrawals",
 ]

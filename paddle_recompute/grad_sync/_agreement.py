@@ -1,9 +1,9 @@
 """What the ranks tell each other at the end of each step, in one small collective.
 
-Thirteen numbers of the hosts are summed: what has happened to the gradients, how many examples
-there were, a fingerprint of what must be the same everywhere, whether a rank was asked to stop.
-With them travels the loss; on a device in a collective of its own, which no host waits for. Where
-all goes well, nothing is listed by rank, and nothing goes through rank 0;
+Fourteen numbers of the hosts are summed: what has happened to the gradients, how many examples
+there were, a fingerprint of what must be the same everywhere, whether a rank has given up a Program
+or was asked to stop. With them travels the loss; on a device in a collective of its own, which no
+host waits for. Where all goes well, nothing is listed by rank, and nothing goes through rank 0;
 where the fingerprint differs, the ranks meet there and compare what they have.
 """
 
@@ -34,6 +34,7 @@ from paddle_recompute.distributed import (
     scope_of,
     stop_request,
     values_of_ranks,
+    withdrawals,
 )
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._all_reduce import LANE, AllReducer
@@ -126,6 +127,7 @@ class Agreement:
         self._all_reducer = all_reducer
         _num_made[self._scope.ranks] += 1
         self._number = _num_made[self._scope.ranks]
+        withdrawals.tell_with(self)
 
     def reach(
         self, own: StepFlags, report: StepReport, label: Callable[[str], str]
@@ -142,6 +144,7 @@ class Agreement:
             *fingerprint(self._terms(report)),
             *fingerprint(float(count).hex()),
             count,
+            withdrawals.has_withdrawn(),
             stop_request.asked() if self._group is None else 0.0,
         ]
         what = label("end of the backward")
@@ -156,7 +159,9 @@ class Agreement:
         if not are_equal(sums[3:7], size):
             self._explain(report)
         differ = not are_equal(sums[7:11], size)
-        stop_request.hear_asked(sums[12])
+        if sums[12] > 0:
+            withdrawals.follow()
+        stop_request.hear_asked(sums[13])
         if loss is not None:
             with paddle.no_grad():
                 loss = loss[1:] / total if differ else loss[:1] / size

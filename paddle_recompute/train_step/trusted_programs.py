@@ -29,6 +29,7 @@ from paddle_recompute._paddle.layers import (
 )
 from paddle_recompute._paddle.static import compiled
 from paddle_recompute._paddle.walk import ParameterWalk
+from paddle_recompute.distributed import is_distributed, withdrawals
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.replay import (
     GRADIENT_OF,
@@ -55,8 +56,7 @@ class ProgramKeeper:
     Args:
         model: The compiled Layer.
         verify: Whether its Programs are compared.
-        or_eager: Whether `model` goes on in eager execution when one is refused: on this rank, as
-            the numbers are the same.
+        or_eager: Whether `model` goes on in eager execution when one is refused.
 
     Attributes:
         refusal: Why no Program runs any more; "" while they do.
@@ -70,6 +70,7 @@ class ProgramKeeper:
         self._made_for = _MadeFor(model)
         self._occasions: dict[Any, Occasions] = {}
         self.refusal = ""
+        withdrawals.take_part(self)
 
     @property
     def model(self) -> paddle.nn.Layer:
@@ -149,9 +150,26 @@ class ProgramKeeper:
                 f"the Program of {name} is not its forward: {reason}. Change it, or use "
                 "train.compile: auto (or_eager=True), which goes on in eager execution"
             )
-        self.model.forward.rollback()
-        warnings.warn(f"{name} goes on in eager execution: {reason}", stacklevel=2)
+        if is_distributed() and self.model.training and not withdrawals.is_told():
+            raise StaticGraphError(
+                f"the Program of {name} is not its forward: {reason}. No GradientSync tells the "
+                "other ranks to go on in eager execution; make one on all ranks, or do not compile"
+            )
+        self._go_on_without(reason)
         return forward.eager(*args, **kwargs)
+
+    def follow(self) -> None:
+        """Another rank has refused its Program; so does this one, from its next call on."""
+        if not self.refusal:
+            self.refusal = "another rank has refused its Program"
+            if self._or_eager and self._model() is not None:
+                self._go_on_without(self.refusal)
+
+    def _go_on_without(self, reason: str) -> None:
+        self.refusal = reason
+        self.model.forward.rollback()
+        said = f"{type(self.model).__name__} goes on in eager execution: {reason}"
+        warnings.warn(said, stacklevel=3)
 
     def _reason_against(
         self, forward: compiled.CompiledForward, program: compiled.Program, args: Any

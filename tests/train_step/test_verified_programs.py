@@ -361,8 +361,8 @@ def refusals_on_two_ranks() -> list[Any]:
         return [with_a_refusal_on_one_rank(compiled=compiled) for compiled in (False, True)]
 
 
-def test_a_rank_whose_program_is_refused_goes_on_beside_those_that_have_theirs() -> None:
+def test_a_refusal_on_one_rank_holds_on_all_ranks() -> None:
     results = run_ranks(refusals_on_two_ranks, num_ranks=2)
-    for rank, ((_, expected), (runs_program, found)) in enumerate(results):
-        assert runs_program == [True, *[rank == 0] * 3]
+    for (_, expected), (runs_program, found) in results:
+        assert runs_program == [True, False, False, False]
         assert_equal(found, expected)
