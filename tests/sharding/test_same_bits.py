@@ -43,7 +43,8 @@ paddle3 = pytest.mark.skipif(paddle.__version__ < "3", reason="overlap=True need
 def test_every_case_has_the_bits_of_the_replicated_run(
     num_ranks: int, every: int, overlap: bool
 ) -> None:
-    options = {"every": every, "overlap": overlap}
+    on_device = 3 if selected.is_selected() else 1  # where each collective is late
+    options = {"every": every * on_device, "overlap": overlap}
     for faults in run_ranks(worker_of_cases, num_ranks, timeout=600, **options):
         assert not faults, "\n".join(faults[:5])
 
