@@ -117,7 +117,8 @@ test: venv
 	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 # Tests of files, words, pages and processes, in which the versions of Paddle do not differ: on 3.3
-# alone, because the whole check should take 20 minutes. make test26 SAME_ON_BOTH= runs them as well.
+# alone, because the whole check should take 18 minutes. make test26 SAME_ON_BOTH= runs them as well.
+# Of long tables it runs a sample (tests/sampled.py), and make bench26-matrix the rest.
 SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     app/config app/data app/launch app/report app/test_cli_config.py app/test_cli_shell.py \
     $(addprefix app/retrieval/test_,evaluation.py faiss.py metrics.py mining.py search.py use.py) \
@@ -164,7 +165,8 @@ fuzz-readers: venv
 	READER_EXAMPLES=$(READER_EXAMPLES) .venv/bin/python -m pytest -q --timeout=0 tests/fuzz/test_readers.py tests/fuzz/test_what_readers_read.py
 
 # On a simulated device, which g++ builds (tests/fake_device): the tests whose subject a device
-# changes, with collectives and copies that are late.
+# changes, with collectives and copies that are late. Of long tables it runs a sample
+# (tests/sampled.py): make test-device ARGS="-m matrix" runs the rest.
 DEVICE_TESTS := tests/fake_device \
     $(addprefix tests/recompute/test_,engine.py inputs.py nesting.py lifetime.py offload.py) \
     $(addprefix tests/recompute/test_,randomness.py amp.py) \

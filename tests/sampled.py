@@ -46,7 +46,6 @@ LEFT_OUT_ON_26 = {
     # The command runs in another test; what differs is told by the comparison, which runs on both.
     _PARITY + "test_a_model_that_fleets_recompute_refuses_is_compared_without_it",
     _PARITY + "test_a_model_of_ones_own_with_the_gradient_cache_starts_from_the_same_weights",
-    "tests/doctor/test_command.py::test_two_ranks_with_a_warning_are_sound_and_the_exit_code_is_0",
 }
 
 

@@ -18,6 +18,7 @@ import pytest
 import paddle_recompute
 from paddle_recompute import _installed
 from paddle_recompute.errors import DependencyError
+from tests import sampled
 from tests.ranks import ROOT
 
 
@@ -129,6 +130,13 @@ def test_the_version_stands_in_one_place() -> None:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the package is on the path, not installed")
     assert installed == paddle_recompute.__version__
+
+
+def test_the_tables_that_are_sampled_are_there() -> None:
+    on_26 = {*sampled.EVERY_ON_26, *sampled.LEFT_OUT_ON_26}
+    for name in {*on_26, *sampled.EVERY_ON_DEVICE, *sampled.LEFT_OUT_ON_DEVICE}:
+        file, _, function = name.partition("::")
+        assert f"\ndef {function}(" in (ROOT / file).read_text(encoding="utf-8"), name
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
