@@ -14,7 +14,6 @@ import pytest
 
 from tests.fake_device import selected
 
-_APP = "tests/app/"
 _CACHE = "tests/contrastive/test_grad_cache"
 _PARITY = "tests/app/parity/test_command.py::"
 _STATIC = "tests/static_graph/test_"
@@ -47,8 +46,6 @@ LEFT_OUT_ON_26 = {
     _PARITY + "test_a_model_that_fleets_recompute_refuses_is_compared_without_it",
     _PARITY + "test_a_model_of_ones_own_with_the_gradient_cache_starts_from_the_same_weights",
 }
-
-
 EVERY_ON_DEVICE = {
     # Each copy, collective and operator of these is in each of their cases.
     _CACHE + ".py::test_equal_to_the_unchunked_step_without_dropout": 5,
