@@ -1,8 +1,8 @@
-"""Long tables of which a part runs where they run a second time, and what of them runs there.
+"""Long tables of which the check runs a sample, above all where it runs them a second time.
 
-On Paddle 3.3.1 and the CPU, ``make test`` runs them whole. The rest is of the matrix elsewhere:
-``make bench26-matrix``, and on the simulated device ``make test-device ARGS="-m matrix"``, the same
-with ``test-device26``. The first case of each table always runs.
+The rest is of the matrix: ``make bench-matrix``, ``make bench26-matrix``, and on the simulated
+device ``make test-device ARGS="-m matrix"``, the same with ``test-device26``. The first case of
+each table always runs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ import pytest
 from tests.fake_device import selected
 
 _CACHE = "tests/contrastive/test_grad_cache"
+_MATRYOSHKA = (
+    "tests/contrastive/test_matryoshka.py::test_every_combination_is_that_of_the_reference"
+)
 _PARITY = "tests/app/parity/test_command.py::"
 _STATIC = "tests/static_graph/test_"
 _STEP = "tests/train_step/test_"
 _TRAINED = "tests/app/trainer/test_same_training.py::"
 
-EVERY_ON_26 = {
-    # Of each n cases one. The loss of a Program is compiled for each of them.
-    "tests/contrastive/test_matryoshka.py::test_every_combination_is_that_of_the_reference": 5,
+EVERY = {
+    # Of each n cases one: n fits no period of the table. A Program is built for each of them.
+    _MATRYOSHKA: 2,
     "tests/contrastive/test_loss_static.py::"
     "test_program_has_the_loss_and_gradients_of_the_reference": 3,
+}
+EVERY_ON_26 = {
+    _MATRYOSHKA: 5,
     _STATIC + "recompute.py::test_odd_graph": 2,
     _STATIC + "recompute.py::test_a_batch_norm_leaves_its_running_statistics": 2,
     _STATIC + "train_step.py::test_branches_with_dropout_repeat_their_bits_at_every_start": 2,
@@ -68,8 +74,8 @@ LEFT_OUT_ON_DEVICE = {
 
 
 def mark_the_rest(items: list[pytest.Item]) -> None:
-    """Mark what the check leaves out, with this Paddle and on this device, as ``matrix``."""
-    every: dict[str, int] = {}
+    """Mark what the check leaves out with this Paddle, on this device, as ``matrix``."""
+    every = EVERY
     left_out: set[str] = set()
     if version("paddlepaddle").startswith("2.6"):
         every, left_out = every | EVERY_ON_26, left_out | LEFT_OUT_ON_26
