@@ -269,9 +269,9 @@ build/.wheel-tested: .venv/.installed .venv-release/.installed README.md setup.p
 # The wheel in an environment of its own: with Paddle alone, then with the extra `train`.
 wheel-install-test: wheel-test
 	@$(FIND_PYTHON); rm -rf build/empty; "$$found" -m venv build/empty
-	build/empty/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl paddlepaddle==3.3.1
+	build/empty/bin/python -m pip install --no-compile --quiet --disable-pip-version-check dist/*.whl paddlepaddle==3.3.1
 	cd / && $(CURDIR)/build/empty/bin/python $(CURDIR)/tests/wheel_installed.py alone
-	build/empty/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[train]"
+	build/empty/bin/python -m pip install --no-compile --quiet --disable-pip-version-check "$$(echo dist/*.whl)[train]"
 	cd / && $(CURDIR)/build/empty/bin/python $(CURDIR)/tests/wheel_installed.py train
 
 # The environments stay: they are dear, and `make venv` keeps them right. rm -rf .venv* ends them.

@@ -24,6 +24,7 @@ import contextlib
 import functools
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -43,15 +44,17 @@ PATIENCE = 5.0
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` TCP ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """`count` TCP ports that were free a moment ago, all different.
+
+    They are below those that Linux gives to connections: other tests make many meanwhile.
+    """
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.add(port)
+    return [*found]
 
 
 def rank_environment(rank: int, ports: list[int]) -> dict[str, str]:
