@@ -17,7 +17,7 @@ import paddle_recompute
 from paddle_recompute import patch_fleet, recompute, unpatch_fleet
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.patch import __main__ as command
+from paddle_recompute import patch as command
 from tests.processes import python
 
 INNER = sys.modules["paddle.distributed.fleet.recompute.recompute"]
@@ -220,7 +220,7 @@ def test_the_command_runs_a_script_unchanged(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["-m", "paddle.distributed.launch", "a.py"], "starts other processes"),
-        (["-m", "paddle.distributed.launch", "a.py"], "patch/__main__.py SCRIPT.py"),
+        (["-m", "paddle.distributed.launch", "a.py"], "paddle_recompute/patch.py SCRIPT.py"),
         (["a.py"], "a.py: there is no such file"),
         ([], "usage: python -m paddle_recompute"),
         (["-m"], "usage: python -m paddle_recompute"),
