@@ -110,8 +110,10 @@ parity: venv
 parity26: venv26
 	@.venv26/bin/python -m paddle_recompute parity --config $(CONFIG) $(ARGS)
 
-# Three processes for two cores: tests of ranks wait much. make test PARALLEL= runs one after the other.
-PARALLEL ?= -n 3 --dist worksteal
+# Three processes for two cores: tests of ranks wait much. Each runs whole files, whose fixtures may take
+# half a minute. make test PARALLEL= runs one test after the other.
+WORKERS ?= 3
+PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: venv
 	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
