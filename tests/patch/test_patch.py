@@ -14,10 +14,10 @@ import pytest
 from paddle.distributed import fleet
 
 import paddle_recompute
+from paddle_recompute import patch as command
 from paddle_recompute import patch_fleet, recompute, unpatch_fleet
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import ConfigError
-from paddle_recompute import patch as command
 from tests.processes import python
 
 INNER = sys.modules["paddle.distributed.fleet.recompute.recompute"]
