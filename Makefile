@@ -37,7 +37,7 @@ $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off -r
 touch $@ && echo "$(1): installed in $$SECONDS s"
 endef
 
-PACKAGE := $(shell find paddle_recompute -name '*.py')
+PACKAGE := $(shell find paddle_recompute -name '*.py' -o -name '*.j2' -o -name '*.html')
 
 .PHONY: venv venv26 venv-torch venv-nlp venv-formers venv-etcd test-nlp test-formers test-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
 .PHONY: lint bench docs retrieval-demo venv-docs venv-release wheel-test wheel-install-test clean

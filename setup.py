@@ -51,7 +51,9 @@ setup(
     package_dir={"paddle_recompute.app.fleet_configs": "fleet_configs"},
     package_data={
         "paddle_recompute": ["py.typed"],
+        "paddle_recompute.app.cli": ["*.j2"],
         "paddle_recompute.app.fleet_configs": ["*.yaml"],
+        "paddle_recompute.app.report": ["page.html"],
     },
     # An editable install is a plain path, in which editors and type checkers find the types.
     options={"editable_wheel": {"mode": "compat"}},

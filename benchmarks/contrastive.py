@@ -158,20 +158,13 @@ def largest_within(limit: float, highest: int) -> tuple[int, dict[str, float], b
 
 def cedict_batches(config: Config, count: int) -> tuple[list[Any], int]:
     """`count` batches of `TIMED_PAIRS` pairs, padded to their longest, and the vocabulary size."""
-    data = prepare_data(config.data, seed=0, is_main_rank=True, barrier=lambda: None)
-    loader = build_loader(
-        data.train,
-        data.tokenizer,
-        local_batch=TIMED_PAIRS,
-        rank=0,
-        num_ranks=1,
-        seed=0,
-        max_query_tokens=LENGTH,
-        max_positive_tokens=LENGTH,
-    )
-    return [
-        batch for batch, _ in zip(loader, range(count), strict=False)
-    ], data.tokenizer.vocab_size
+    data = prepare_data(config, 0, lambda: None)
+    loader = build_loader(config, data, 0, local_batch=TIMED_PAIRS)
+    batches = [
+        {side: batch[side] for side in ("query", "positive", "index")}
+        for batch, _ in zip(loader, range(count), strict=False)
+    ]
+    return batches, data.tokenizer.vocab_size
 
 
 def time_per_pair(rounds: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -181,7 +174,8 @@ def time_per_pair(rounds: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
         Of each way its time against plain, of whole steps and of their gradients alone; and the
         mean number of tokens of each side.
     """
-    config = load_config(CONFIG)
+    limits = [f"data.max_{side}_tokens={LENGTH}" for side in ("query", "positive")]
+    config = load_config(CONFIG, ["launch.num_ranks=1", *limits])
     batches, vocab_size = cedict_batches(config, WARM_UP + rounds)
     steps = {
         (update, name): make_step(

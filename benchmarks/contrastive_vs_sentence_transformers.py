@@ -145,20 +145,11 @@ def prepare(folder: Path, batches: dict[int, int]) -> dict[str, Any]:
     Returns:
         What the texts are like: mean tokens per text, with padding and without.
     """
-    config = load_config(CONFIG)
-    data = prepare_data(config.data, seed=0, is_main_rank=True, barrier=lambda: None)
+    config = load_config(CONFIG, ["launch.num_ranks=1", "train.seed=0"])
+    data = prepare_data(config, 0, lambda: None)
     arrays: dict[str, Array] = {}
     for size, count in batches.items():
-        loader = build_loader(
-            data.train,
-            data.tokenizer,
-            local_batch=size,
-            rank=0,
-            num_ranks=1,
-            seed=0,
-            max_query_tokens=config.data.max_query_tokens,
-            max_positive_tokens=config.data.max_positive_tokens,
-        )
+        loader = build_loader(config, data, 0, local_batch=size)
         for number, batch in zip(range(count), loader, strict=False):
             for side in ("query", "positive"):
                 arrays[f"{size}-{number}.{side}"] = batch[side].numpy()

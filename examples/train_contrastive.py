@@ -30,11 +30,8 @@ config = load_config(sys.argv[1], [*sys.argv[2:], f"launch.num_ranks={num_ranks}
 train, batch, part = config.train, config.local_batch, config.micro_batch
 longest = {"query": config.data.max_query_tokens, "positive": config.data.max_positive_tokens}
 prompts = config.model.prompts
-own = {"is_main_rank": rank == 0, "barrier": barrier, "prompts": prompts}
-data = prepare_data(config.data, seed=train.seed, **own)
-limits = {f"max_{side}_tokens": length for side, length in longest.items()}
-share = {"local_batch": batch, "rank": rank, "num_ranks": num_ranks, "prompts": prompts}
-loader = build_loader(data.train, data.tokenizer, seed=train.seed, **share, **limits)
+data = prepare_data(config, rank, barrier)
+loader = build_loader(config, data, rank)
 
 paddle.seed(train.seed)
 model = build_model(config.model, data.tokenizer.vocab_size)

@@ -96,6 +96,17 @@ def writing(
         ) from error
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write a report.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    with writing(path, "name another file or folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file of at most `LARGEST` bytes holds; numbers are finite.
 

@@ -4,7 +4,7 @@ A run holds a lock of the system (``flock``) on the file ``.lock`` of its folder
 releases it when the last process that holds it ends, however it ends, so a kill leaves no lock
 behind. The command that starts ranks holds it for all of them, and rank 0 holds it with the
 command: if the command is killed, the folder is in use until that rank has saved its step and
-ended. A process that only makes batches does not hold it.
+ended.
 
 On a disk of the network the lock is valid between machines with NFS 4, and with NFS 3 or Lustre if
 they are mounted with locks; with ``nolock``, ``local_lock`` or ``localflock`` it is valid on one
@@ -41,17 +41,6 @@ PATIENCE = 2.0
 _HELD = "PADDLE_RECOMPUTE_LOCK"
 """The file whose lock the command holds that started this process."""
 
-_locks: set[int] = set()
-
-
-def _leave_locks() -> None:
-    """In a fork, which inherits them."""
-    while _locks:
-        os.close(_locks.pop())
-
-
-os.register_at_fork(after_in_child=_leave_locks)
-
 
 @contextlib.contextmanager
 def hold(folder: Path, say: Callable[[str], object], *, for_ranks: bool = False) -> Iterator[None]:
@@ -75,7 +64,6 @@ def hold(folder: Path, say: Callable[[str], object], *, for_ranks: bool = False)
             f"train.output_dir: {path} cannot be opened to write ({error.strerror}), so it is not "
             "known whether another run is there; allow it, or name another folder"
         ) from error
-    _locks.add(lock)
     try:
         _wait_for(lock, fcntl.LOCK_SH if is_rank else fcntl.LOCK_EX)
         if not is_rank:
@@ -85,7 +73,7 @@ def hold(folder: Path, say: Callable[[str], object], *, for_ranks: bool = False)
             _wait_for(lock, fcntl.LOCK_SH)
             os.environ[_HELD] = str(path)
     except BlockingIOError:
-        _release(lock)
+        os.close(lock)
         raise ConfigError(
             f"train.output_dir: {folder} is in use by another run {_holder(path)}; wait until it "
             "has ended, or name another folder"
@@ -100,23 +88,16 @@ def hold(folder: Path, say: Callable[[str], object], *, for_ranks: bool = False)
     finally:
         if for_ranks:
             os.environ.pop(_HELD, None)
-        _release(lock)
+        os.close(lock)
 
 
 def is_held(folder: Path) -> bool:
     """Whether a run writes into `folder` now; false on a disk without locks."""
     try:
-        lock = os.open(folder / ".lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for a moment; a run that starts waits
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
+        with (folder / ".lock").open("rb+") as lock:  # for a moment; a run that starts waits
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -228,12 +209,6 @@ def _wait_for(lock: int, kind: int) -> None:
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.05)
-
-
-def _release(lock: int) -> None:
-    if lock in _locks:  # not so in a fork that leaves by way of the holder's code
-        _locks.remove(lock)
-        os.close(lock)
 
 
 def _holder(path: Path) -> str:

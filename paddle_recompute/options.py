@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Final, Literal
 
 from paddle_recompute.errors import ConfigError
@@ -31,16 +32,65 @@ AUTO: Final = "auto"
 """``checkpoints: auto``, which is kept as the list of this one word."""
 
 
-class Fault(typing.NamedTuple):
-    """What a rule found: the option to blame, its value, and what to do about it."""
+class Given(typing.Protocol):
+    """Options as they are given: ``given["offload"]``, or by a dotted path."""
 
-    name: str
-    value: Any
-    message: str
+    def __getitem__(self, path: str) -> Any:
+        """The value."""
+
+    def default(self, path: str) -> Any:
+        """What it is where it is not given."""
 
 
-Rule = Callable[[Any], Iterable[Fault]]
-"""Reads the values of options by name (``values["offload"]``) and yields what is wrong."""
+Rule = Callable[[Any], Iterable[tuple[str, str]]]
+"""Reads what is `Given`, and yields the path of a value to blame and what to do about it."""
+
+
+def apart(condition: str, *others: str, because: str = "") -> tuple[Rule, ...]:
+    """A rule for each of `others`: it and `condition` do not go together.
+
+    Args:
+        condition: ``"policy=budget"``; or ``"policy"``, any value but the default. Several that
+            hold together are joined by ``" & "``; the first is the one that is told.
+        *others: Conditions; their option is to blame.
+        because: The reason, and what to use instead.
+    """
+
+    def refuse(given: Given, other: str) -> Iterator[tuple[str, str]]:
+        if all([_holds(given, one) for one in (*condition.split(" & "), other)]):
+            path = condition.partition(" & ")[0].partition("=")[0]
+            reason = f": {because}" if because else ""
+            words = f"does not go with {path}: {in_yaml(given[path])}{reason}; remove one of them"
+            yield other.partition("=")[0], words
+
+    return tuple(partial(refuse, other=other) for other in others)
+
+
+def needs(other: str, *conditions: str) -> tuple[Rule, ...]:
+    """A rule for each of `conditions`, as `apart` takes them: it needs that `other` holds."""
+    path, _, value = other.partition("=")
+
+    def refuse(given: Given, condition: str) -> Iterator[tuple[str, str]]:
+        is_given, is_met = _holds(given, condition), _holds(given, other)
+        if is_given and not is_met:
+            words = f"has no effect without {path}; set it"
+            if value:
+                words = f"has no effect with {path}: {in_yaml(given[path])}; set {path}: {value}"
+            yield condition.partition("=")[0], f"{words}, or remove this"
+
+    return tuple(partial(refuse, condition=condition) for condition in conditions)
+
+
+def _holds(given: Given, condition: str) -> bool:
+    path, equals, value = condition.partition("=")
+    if equals:
+        return in_yaml(given[path]) == value
+    return bool(given[path] != given.default(path))
+
+
+def in_yaml(value: Any) -> str:
+    """A plain value as a configuration has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
@@ -59,18 +109,27 @@ class Options:
     def __post_init__(self) -> None:
         faults = list(self._wrong_values())
         if not faults:
-            faults = [fault for rule in self.rules for fault in rule(vars(self))]
+            faults = [fault for rule in self.rules for fault in rule(self)]
         if faults:
-            told = [f"{name}: received {value!r}; {message}" for name, value, message in faults]
+            told = [f"{name}: received {self[name]!r}; {words}" for name, words in faults]
             raise ConfigError("\n  - ".join([f"{type(self).__name__}:", *told]))
 
-    def _wrong_values(self) -> Iterator[Fault]:
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def default(self, name: str) -> Any:
+        """The default of an option."""
+        [one] = [one for one in dataclasses.fields(self) if one.name == name]
+        made = one.default_factory
+        return one.default if made is dataclasses.MISSING else made()
+
+    def _wrong_values(self) -> Iterator[tuple[str, str]]:
         hints = typing.get_type_hints(type(self))
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             words = _allowed(hints[one.name], value) or _within(one.metadata, value)
             if words is not None:
-                yield Fault(one.name, value, f"must be {words}")
+                yield one.name, f"must be {words}"
 
 
 def _allowed(hint: Any, value: Any) -> str | None:
@@ -125,62 +184,6 @@ def byte_count(text: str) -> int:
     return int(float(amount[1]) * _UNITS[amount[2]])
 
 
-def _settings_need_their_policy(v: Any) -> Iterator[Fault]:
-    for name in ("every_n", "segments"):
-        if v["policy"] != name and v[name] != getattr(RecomputeConfig, name):
-            yield Fault(
-                name,
-                v[name],
-                f"has no effect with policy: {v['policy']}; set policy: {name} or remove it",
-            )
-
-
-def _fleet_has_no_more(v: Any) -> Iterator[Fault]:
-    if v["engine"] != "fleet":
-        return
-    if v["policy"] in ("segments", "budget"):
-        yield Fault("policy", v["policy"], "is not supported by engine: fleet; use all, every_n")
-    if v["offload"] != "none":
-        yield Fault("offload", v["offload"], "is not supported by engine: fleet; remove it")
-
-
-def _budget_and_its_bytes(v: Any) -> Iterator[Fault]:
-    given = v["memory_budget"]
-    if v["policy"] == "budget" and given is None:
-        yield Fault("memory_budget", None, "required with policy: budget, for example 8GiB")
-    if v["policy"] == "budget" and v["offload"] != "none":
-        words = "does not go with policy: budget, whose plan keeps inputs on the device"
-        yield Fault("offload", v["offload"], f"{words}; remove it, or set policy: all")
-    if v["policy"] != "budget" and given is not None:
-        yield Fault(
-            "memory_budget",
-            given,
-            f"has no effect with policy: {v['policy']}; set policy: budget or remove it",
-        )
-
-
-def _offloaded_layers_are_all_recomputed(v: Any) -> Iterator[Fault]:
-    place, shards = v["offload_parameters"], v["num_shards"]
-    if place == "none":
-        if shards != RecomputeConfig.num_shards:
-            yield Fault("num_shards", shards, "has no effect without offload_parameters; remove it")
-        return
-    for name, allowed in (
-        ("enable", True),
-        ("engine", "paddle_recompute"),
-        ("policy", "all"),
-        ("offload", "none"),
-        ("preserve_rng_state", True),
-    ):
-        if v[name] != allowed:
-            yield Fault(
-                name,
-                v[name],
-                f"does not go with offload_parameters: {place}, which recomputes every "
-                f"offloaded sublayer and says where its inputs are; remove it",
-            )
-
-
 NOT_IN_A_PROGRAM: Final = {
     "engine": "Paddle's own recompute loses gradients in a Program",
     "offload": "a Program keeps all its tensors on the device",
@@ -219,10 +222,19 @@ class RecomputeConfig(Options):
     """
 
     rules = (
-        _settings_need_their_policy,
-        _fleet_has_no_more,
-        _budget_and_its_bytes,
-        _offloaded_layers_are_all_recomputed,
+        *needs("policy=every_n", "every_n"),
+        *needs("policy=segments", "segments"),
+        *needs("policy=budget", "memory_budget"),
+        *needs("memory_budget", "policy=budget"),
+        *needs("offload_parameters", "num_shards"),
+        *apart("policy=budget", "offload", because="a plan keeps inputs on the device"),
+        *apart("engine=fleet", "policy=segments", "policy=budget", "offload"),
+        *apart(
+            "offload_parameters",
+            *("enable", "engine", "policy", "offload", "preserve_rng_state"),
+            because="every offloaded sublayer is recomputed, by the library and from its inputs on "
+            "the device",
+        ),
     )
 
     enable: bool = True
@@ -244,44 +256,20 @@ class RecomputeConfig(Options):
         super().__post_init__()
 
 
-def _pure_is_level_o2(v: Any) -> Iterator[Fault]:
+def _pure_is_level_o2(v: Any) -> Iterator[tuple[str, str]]:
     for name, dtype in PURE.items():
         if v[name] and (v["dtype"], v["level"]) != (dtype, "O2"):
-            yield Fault(
+            yield (
                 name,
-                True,
-                f"means dtype: {dtype} and level: O2, which contradicts dtype: {v['dtype']} "
-                f"and level: {v['level']}; remove one of the two",
+                f"means dtype: {dtype} and level: O2, which contradicts dtype: {v['dtype']} and "
+                f"level: {v['level']}; remove one of the two",
             )
 
 
-def _scale_settings_need_a_scale(v: Any) -> Iterator[Fault]:
-    for name in _SCALE:
-        if v[name] == getattr(AmpConfigs, name):
-            continue
-        if v["dtype"] == "bfloat16":
-            words = "has no effect with bfloat16, which needs no loss scale; remove it"
-            yield Fault(name, v[name], words)
-        elif name in _DYNAMIC_SCALE and not v["use_dynamic_loss_scaling"]:
-            words = "has no effect with use_dynamic_loss_scaling: false; remove it"
-            yield Fault(name, v[name], words)
-
-
-def _float16_settings_need_float16(v: Any) -> Iterator[Fault]:
-    for name in ("use_fp16_guard", "use_optimizer_fp16"):
-        if v["dtype"] == "bfloat16" and v[name] != getattr(AmpConfigs, name):
-            words = "is a setting of float16, and has no effect with bfloat16; remove it"
-            yield Fault(name, v[name], words)
-
-
-def _lists_are_apart(v: Any) -> Iterator[Fault]:
-    both = sorted({*v["custom_white_list"]} & {*v["custom_black_list"]})
+def _lists_are_apart(v: Any) -> Iterator[tuple[str, str]]:
+    both = ", ".join(sorted({*v["custom_white_list"]} & {*v["custom_black_list"]}))
     if both:
-        yield Fault(
-            "custom_black_list",
-            v["custom_black_list"],
-            f"contains {', '.join(both)}, as does custom_white_list; remove it from either",
-        )
+        yield "custom_black_list", f"contains {both}, as does custom_white_list; remove either"
 
 
 @dataclass(frozen=True)
@@ -315,9 +303,14 @@ class AmpConfigs(Options):
 
     rules = (
         _pure_is_level_o2,
-        _scale_settings_need_a_scale,
-        _float16_settings_need_float16,
         _lists_are_apart,
+        *needs("use_dynamic_loss_scaling=true", *_DYNAMIC_SCALE),
+        *apart("dtype=bfloat16", *_SCALE, because="it has the range of float32, and no loss scale"),
+        *apart(
+            "dtype=bfloat16",
+            *("use_fp16_guard", "use_optimizer_fp16"),
+            because="it is a setting of float16",
+        ),
     )
 
     dtype: Literal["float16", "bfloat16"] = "float16"

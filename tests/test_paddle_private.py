@@ -24,7 +24,7 @@ import pytest
 from paddle.base import core, framework
 from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
-from paddle_recompute._paddle import gradients, guarded, memory, travelling
+from paddle_recompute._paddle import gradients, memory, travelling
 from paddle_recompute._paddle.amp import operator_names
 from paddle_recompute._paddle.backward import (
     after_each_backward,
@@ -821,20 +821,6 @@ def test_memory_of_a_parameter_is_released_and_taken() -> None:
     travelling.take_memory(weight, values)
     y.sum().backward()
     assert weight.inplace_version == 0 and x.grad.tolist() == [values.numpy().sum(1).tolist()]
-
-
-def test_the_memory_of_a_parameter_is_left_to_its_graph() -> None:
-    """``_share_underline_tensor_to`` gives a parameter another C++ tensor; the graph keeps the old
-    one, and its backward still reaches the parameter (`travelling.leave_memory`)."""
-    weight = paddle.nn.Linear(2, 2, bias_attr=False).weight
-    expected = 2 * weight.numpy()
-    loss = (weight * weight).sum()
-    travelling.leave_memory(weight)
-    assert not travelling.has_memory(weight) and list(weight.shape) == [2, 2]
-    loss.backward()
-    assert np.array_equal(guarded.gradient_of(weight).numpy(), expected)
-    travelling.take_memory(weight, paddle.ones([2, 2]))
-    assert weight.tolist() == [[1.0, 1.0]] * 2
 
 
 def test_every_operator_of_paddle_asks_for_a_guarded_parameter() -> None:

@@ -63,7 +63,8 @@ def watch_hooks() -> None:
         key = id(tensor)
 
         def unless_muted(gradient: Any) -> Any:
-            return None if key in getattr(_muted, "keys", ()) else hook(gradient)
+            instead: Callable[[], None] | None = getattr(_muted, "keys", {}).get(key)
+            return hook(gradient) if instead is None else instead()
 
         leaf = _hooked_leaf(tensor)
         leaf.number, leaf.has_hooks = leaf.number + 1, True
@@ -99,10 +100,14 @@ def leaves_with_hooks() -> list[paddle.Tensor]:
 
 
 @contextlib.contextmanager
-def muted_leaf_hooks(tensors: list[paddle.Tensor]) -> Iterator[None]:
-    """Inside, in this thread, no hook of `tensors` runs: gradients are added up as they are."""
-    before: frozenset[int] = getattr(_muted, "keys", frozenset())
-    _muted.keys = before | {id(tensor) for tensor in tensors}
+def muted_leaf_hooks(
+    tensors: list[paddle.Tensor], instead: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Inside, in this thread, no hook of `tensors` runs, but `instead`: gradients are added up as
+    they are.
+    """
+    before: dict[int, Callable[[], None]] = getattr(_muted, "keys", {})
+    _muted.keys = before | dict.fromkeys(map(id, tensors), instead)
     try:
         yield
     finally:

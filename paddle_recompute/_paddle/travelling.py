@@ -31,17 +31,6 @@ def take_memory(tensor: paddle.Tensor, source: paddle.Tensor) -> None:
     source._share_buffer_to(tensor)
 
 
-def leave_memory(tensor: paddle.Tensor) -> None:
-    """Leave the memory of the parameter `tensor` to who else has it: graphs, views, ``detach``.
-
-    ``Tensor._share_underline_tensor_to`` (2.6, 3.x) gives it another C++ tensor. It shares only
-    what has memory, so that has some for the moment. Can go with `release_memory`.
-    """
-    other = twin_of(tensor, paddle.empty([1], tensor.dtype))
-    other._share_underline_tensor_to(tensor)
-    release_memory(tensor)
-
-
 def has_memory(tensor: paddle.Tensor) -> bool:
     """Whether `tensor` has memory now: ``Tensor._is_initialized`` (2.6, 3.x), guarded or not."""
     return bool(paddle.Tensor._is_initialized(tensor))

@@ -16,7 +16,8 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.flat import by_dtype
-from paddle_recompute._paddle.layers import parameters_of_optimizer
+from paddle_recompute._paddle.layers import clip_of_optimizer, parameters_of_optimizer
+from paddle_recompute.errors import ConfigError
 
 _HALF = frozenset((paddle.float16, paddle.bfloat16))
 _KEEPS_AT_RATE_0 = (
@@ -57,6 +58,28 @@ def part_of_state(
     if SCHEDULE in state:
         part[SCHEDULE] = state[SCHEDULE]
     return part
+
+
+def check_treats_each_alone(optimizer: Any, seen: str) -> None:
+    """Check that `optimizer` updates each parameter by itself.
+
+    Args:
+        optimizer: Of Paddle.
+        seen: What it sees of all parameters and gradients, in words.
+
+    Raises:
+        ConfigError: It is LBFGS, or clips by a norm over all gradients.
+    """
+    if isinstance(optimizer, paddle.optimizer.LBFGS):
+        raise ConfigError(
+            f"the optimizer is LBFGS, which looks at all parameters at once, and sees {seen}. Use "
+            "one that treats each parameter by itself"
+        )
+    if isinstance(clip_of_optimizer(optimizer), paddle.nn.ClipGradByGlobalNorm):
+        raise ConfigError(
+            f"the optimizer clips by the norm of all gradients (grad_clip), and sees {seen}; take "
+            "grad_clip out, and use TrainStep(clip_grad_norm=...) for the same"
+        )
 
 
 def keeps_parameters_at_rate_0(optimizer: Any) -> bool:

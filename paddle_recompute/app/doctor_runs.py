@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,36 +9,54 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._files import writing
+from paddle_recompute._files import write_json
 from paddle_recompute.app.config import Config, sync_arguments
+from paddle_recompute.app.data import build_loader, prepare_data
 from paddle_recompute.app.trainer import (
     Chunks,
     Objective,
     join_ranks,
-    load_batches,
-    load_data,
     seeded_model,
 )
-from paddle_recompute.distributed import values_of_ranks
-from paddle_recompute.doctor import DoctorReport, doctor, self_test
+from paddle_recompute.distributed import barrier, values_of_ranks
+from paddle_recompute.doctor import doctor, self_test
 from paddle_recompute.grad_sync import GradientSync
 
 _MOST_PAIRS = 16
 
 
 def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
-    """Examine what `config` would train; rank 0 prints the findings and warnings of all ranks.
+    """Examine what `config` would train, in dygraph; rank 0 prints what all ranks found.
+
+    Only the data cache is written, and the report.
 
     Returns:
         The report as JSON; rank 0 writes it to ``doctor.json`` in ``train.output_dir``.
 
     Raises:
         OutputError: It cannot be written.
+        PaddleRecomputeError: The data, the weights or the configuration cannot be used.
     """
     is_main = os.environ.get("PADDLE_TRAINER_ID", "0") == "0"
     if is_main:
         say("Comparing the model with the plain one, in a few steps on one batch")
-    report = doctor_config(config)
+    rank = join_ranks(config)
+    data = prepare_data(config, rank, barrier)
+    local_batch = min(config.local_batch, _MOST_PAIRS)
+    batch = next(iter(build_loader(config, data, rank, local_batch=local_batch)))
+    del batch["index"]
+    model = seeded_model(config, data.tokenizer.vocab_size)
+    report = doctor(
+        model,
+        batch,
+        Objective(config, Chunks()).loss_of,
+        recompute=config.recompute if config.recompute.enable else None,
+        sync=GradientSync(model, **sync_arguments(config)) if config.world_size > 1 else None,
+        settings={
+            "strategy.amp_configs": config.to_dict()["strategy"]["amp_configs"],
+            "train.seed": config.train.seed,
+        },
+    )
     own = report.to_dict()
     for section, add in (("findings", report.add), ("warnings", report.warn)):
         for rank, found in enumerate(values_of_ranks(own[section], f"the {section}")):
@@ -48,50 +65,17 @@ def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
                     add(one["kind"], one["where"], f"(rank {rank}) {one['message']}")
     if is_main:
         say(str(report))
-        write_report(config.train.output_dir / "doctor.json", report.to_dict())
+        write_json(config.train.output_dir / "doctor.json", report.to_dict())
     return report.to_dict()
 
 
-def doctor_config(config: Config, *, pairs: int = _MOST_PAIRS) -> DoctorReport:
-    """Examine what `config` would train, on this rank and the others, in dygraph.
-
-    Args:
-        config: The configuration of a run. Only its data cache is written.
-        pairs: The most pairs that are taken from this rank's first batch.
-
-    Returns:
-        The report of this rank.
-
-    Raises:
-        PaddleRecomputeError: The data, the weights or the configuration cannot be used.
-    """
-    rank = join_ranks(config)
-    data = load_data(config, rank)
-    batches = load_batches(config, data, rank, local_batch=min(config.local_batch, pairs))
-    batch = next(iter(batches))
-    del batch["index"]
-    model = seeded_model(config, data.tokenizer.vocab_size)
-    objective = Objective(config, Chunks())
-    sync = GradientSync(model, **sync_arguments(config)) if config.world_size > 1 else None
-    settings = {
-        "strategy.amp_configs": config.to_dict()["strategy"]["amp_configs"],
-        "train.seed": config.train.seed,
-    }
-    return doctor(
-        model,
-        batch,
-        objective.loss_of,
-        recompute=config.recompute if config.recompute.enable else None,
-        sync=sync,
-        settings=settings,
-    )
-
-
-def write_self_test(output: Path, *, device: str | None, say: Callable[[str], Any]) -> bool:
+def write_self_test(
+    output: Path, *, device: str | None, say: Callable[[str], Any]
+) -> dict[str, Any]:
     """Run the self-test on `device` (None: Paddle's choice) and write its result.
 
     Returns:
-        Whether all cases are right.
+        It; ``ok`` says whether all cases are right.
 
     Raises:
         OutputError: It cannot be written.
@@ -108,16 +92,5 @@ def write_self_test(output: Path, *, device: str | None, say: Callable[[str], An
         f"{sum(case['ok'] for case in cases)} of {len(cases)} cases are right on "
         f"{result['device']}, Paddle {result['paddle']}; attach {output} to a report"
     )
-    write_report(output, result)
-    return bool(result["ok"])
-
-
-def write_report(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as JSON.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
-    with writing(path, "name another file or folder"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(output, result)
+    return result

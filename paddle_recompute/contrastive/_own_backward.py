@@ -7,10 +7,10 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.amp import AmpState, amp_off, amp_state, amp_state_of
+from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
 from paddle_recompute.contrastive._chunks import cut_to, rows_of
-from paddle_recompute.replay import Call, Draws
+from paddle_recompute.replay import Draws
 
 
 class OwnBackward(ABC):
@@ -60,7 +60,7 @@ class ChunksWithOwnBackward(ChunkedEncoder):
 
     def backward(self, number: int) -> None:
         chunk = self._chunks[number]
-        self._compare_if_due(number)
+        self._repetition.compare_if_due()
         gradients = {
             self._paths[place]: cut_to(
                 rows_of(gradient, chunk.rows), self._cut[place], chunk.columns
@@ -76,17 +76,15 @@ class ChunksWithOwnBackward(ChunkedEncoder):
                 outputs, _ = self._leaves(output, chunk, again=True)
         finally:
             draws.end_again(before)
-        with amp_off():
-            self._note(outputs, chunk)
+        self._note(outputs, number)
 
-    def _call_once(self, number: int) -> Any:
-        return self.encoder(self._chunks[number].of(self._batch, arrays=True))
+    def _begin_row(self, before: ChunkedEncoder | None) -> None:
+        """Its Layers, if it has any, are not in dygraph: no `Row` watches them."""
 
-    def _first_of(self, number: int, before: Call | None) -> Any:
-        # Its Layers, if it has any, are not in dygraph: no `Call` watches them.
+    def _first(self, number: int) -> Any:
         draws = Draws(of_the_host=True)
         try:
             self._states.append((draws, amp_state(), self.encoder.state()))
-            return self._call_once(number)
+            return self.encoder(self._chunks[number].of(self._batch, arrays=True))
         finally:
             draws.end_first()

@@ -16,8 +16,10 @@ from types import TracebackType
 import paddle
 
 from paddle_recompute._paddle.amp import amp_off
-from paddle_recompute._paddle.backward import current_backward
+from paddle_recompute._paddle.backward import current_backward, hand_on
 from paddle_recompute._paddle.gradients import leaves_with_hooks, muted_leaf_hooks
+from paddle_recompute._paddle.guarded import is_guarded
+from paddle_recompute.errors import OffloadError
 
 _running = threading.local()
 
@@ -33,8 +35,11 @@ class Step:
 
     def __enter__(self) -> Step:
         leaves = leaves_with_hooks()
+        away = [leaf for leaf in leaves if is_guarded(leaf)]  # their gradients are elsewhere
+        leaves = [leaf for leaf in leaves if not is_guarded(leaf)]
         self._before = [(leaf, _take_gradient(leaf)) for leaf in leaves]
         self._muted.enter_context(muted_leaf_hooks(leaves))
+        self._muted.enter_context(muted_leaf_hooks(away, _refuse_hooks))
         _running.steps = [*_steps(), self]
         return self
 
@@ -69,6 +74,15 @@ class Step:
                 sums.append((leaf, total))
         self._before = []
         return sums
+
+
+def _refuse_hooks() -> None:
+    error = OffloadError(
+        "a parameter with a hook (register_hook) is offloaded, and a gradient cache would run the "
+        "hook once per chunk and not once on the sum; remove the hook, or do not offload that Layer"
+    )
+    hand_on(error)
+    raise error
 
 
 @paddle.no_grad()

@@ -12,9 +12,10 @@ import paddle
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.gradients import has_unwatched_hooks, watch_hooks
 from paddle_recompute._paddle.version import is_dygraph
-from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder, check_repetition
+from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
 from paddle_recompute.contrastive._own_backward import ChunksWithOwnBackward, OwnBackward
+from paddle_recompute.contrastive._repetition import check_repetition
 from paddle_recompute.contrastive._step import Step
 from paddle_recompute.contrastive._texts import LengthOf, has_texts
 from paddle_recompute.distributed import is_distributed
@@ -83,10 +84,10 @@ class GradCache:
 
     Effects of the encoder in Python (counters, hooks, logging) happen twice per chunk;
     ``is_recomputing()`` is true the second time. Every row of the second forward is compared with
-    the first; embeddings that `loss` changes in place are not. Where they differ, the gradient
-    of the encoder's last chunk, and so the sum, becomes NaN in this call, on the device. The error
-    comes in the first call, in every 64th, and in `check_repetition`, because the host has to wait
-    for the device to know. `TrainStep` leaves out the update of such a step.
+    the first. Where they differ, the gradient of the encoder's last chunk, and so the sum, becomes
+    NaN in this call, on the device. The error comes in the first call, in every 64th, and in
+    `check_repetition`, because the host has to wait for the device to know. `TrainStep` leaves out
+    the update of such a step.
 
     Args:
         encoders: One encoder for both sides (tied), or a pair: (for queries, for positives). Each
@@ -164,7 +165,7 @@ class GradCache:
                 "pass sync=GradientSync(encoder), which does it once per step, or the bare Layer"
             )
         _check_hooks([*self._encoders, loss])
-        self._deviations: dict[str, paddle.Tensor] = {}
+        self._repeated: dict[str, paddle.Tensor] = {}
         self._num_calls = 0
         self.num_chunks = 0
         """Number of chunks in the last step, over all inputs."""
@@ -234,14 +235,16 @@ class GradCache:
                 if sync is not None:
                     sync.add_loss(loss)
                 earlier, final = _schedule(in_order)
-                for encoder, chunk in earlier:
-                    encoder.backward(chunk)
-                if self._is_checked:  # before other ranks wait for this one
-                    self._record_deviations(in_order)
-            with self._last_backward(sync) if last else self._no_sync(sync):
+                # The backward of a plain step is outside of auto_cast, too.
+                with amp_off():
+                    for encoder, chunk in earlier:
+                        encoder.backward(chunk)
+                    if self._is_checked:  # before other ranks wait for this one
+                        self._note_repetition(in_order)
+            with self._last_backward(sync) if last else self._no_sync(sync), amp_off():
                 for encoder, chunk in final:
                     encoder.backward(chunk)
-                self._record_deviations(in_order)
+                self._note_repetition(in_order)
                 step.run_hooks()
         self._num_calls += 1
         return loss
@@ -270,15 +273,15 @@ class GradCache:
         Raises:
             RecomputeError: One returned other numbers; the gradients of its call are NaN.
         """
-        deviations, self._deviations = self._deviations, {}
-        check_repetition(deviations)
+        repeated, self._repeated = self._repeated, {}
+        check_repetition(repeated)
 
-    def _record_deviations(self, encoders: list[ChunkedEncoder]) -> None:
+    def _note_repetition(self, encoders: list[ChunkedEncoder]) -> None:
         for encoder in encoders:
-            found, before = encoder.deviation(), self._deviations.get(encoder.name)
-            if found is not None:
-                worst = found if before is None else paddle.maximum(found, before)
-                self._deviations[encoder.name] = worst
+            now, before = encoder.is_repeated(), self._repeated.get(encoder.name)
+            if now is not None:
+                both = now if before is None else paddle.logical_and(now, before)
+                self._repeated[encoder.name] = both
         if self._is_checked:
             self.check_repetition()
 

@@ -10,7 +10,6 @@ with a parameter that is away.
 
 from paddle_recompute.offload._cut import cut
 from paddle_recompute.offload._gradients import OnComplete
-from paddle_recompute.offload._resident import resident
 from paddle_recompute.offload._state import take_part_in_state_dict
 from paddle_recompute.offload.named import OffloadReport, offload_layers, offloaded_optimizer
 from paddle_recompute.offload.optimizer import OffloadOptimizer
@@ -24,6 +23,5 @@ __all__ = [
     "cut",
     "offload_layers",
     "offloaded_optimizer",
-    "resident",
     "take_part_in_state_dict",
 ]

@@ -84,12 +84,6 @@ class Away:
         self._arrived = None
         travelling.release_memory(self.tensor)
 
-    def release_to_others(self) -> None:
-        """`release`; graphs and views that the user has made keep the memory."""
-        self.write()
-        self._arrived = None
-        travelling.leave_memory(self.tensor)
-
     def unguard(self) -> None:
         """Let a parameter, which is here, be used like any other."""
         guarded.unguard(self.tensor)
@@ -136,13 +130,10 @@ class Away:
         self.unguard()
         self._stays = True
 
-    def copy(self) -> paddle.Tensor:
-        """A parameter of its name, flags and value, for one call."""
-        memory = travelling.over_same_memory(self.tensor) if self.is_here else self.slot.read()
-        return travelling.twin_of(self.tensor, memory)
-
-    def replace(self, copy: paddle.Tensor) -> None:
-        """Let it have the value of `copy`, which was written to."""
+    def set_value(self, value: Any) -> None:
+        """Give it other values, wherever it is."""
+        copy = travelling.twin_of(self.tensor, paddle.empty(self.tensor.shape, self.tensor.dtype))
+        travelling.set_values_of(copy, value)
         self._num_written += 1
         if self.is_here:
             travelling.take_memory(self.tensor, copy)
@@ -153,7 +144,7 @@ class Away:
     def numpy(self) -> np.ndarray[Any, Any]:
         """Its values, wherever it is; a copy."""
         if self.is_here:
-            return np.array(self.copy().numpy())
+            return np.array(travelling.over_same_memory(self.tensor).numpy())
         return self.slot.numpy()
 
 

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import keep_elsewhere
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._gradients import ChainGradients, ShardGradients
@@ -43,7 +42,6 @@ class Shard:
         self.gradients.is_own = self.is_own
         for index, away in enumerate(parameters):
             away.gradients, away.index = weakref.ref(self.gradients), index
-        self._num_residents = 0
 
     @property
     def num_bytes(self) -> int:
@@ -77,32 +75,10 @@ class Shard:
             away.bring()
             away.unguard()
 
-    @property
-    def is_resident(self) -> bool:
-        """Whether the user has it on the device, as ordinary parameters."""
-        return self._num_residents > 0
-
-    def reside(self) -> None:
-        """Come to the device for the user, with the gradients."""
-        if not self.is_resident:
-            self.bring()
-            self.gradients.lend()
-        self._num_residents += 1
-
-    def end_reside(self) -> None:
-        """End of a `reside`."""
-        self._num_residents -= 1
-        if not self.is_resident:
-            self.gradients.take_back()
-            for away in self.parameters:
-                away.release_to_others()
-                away.guard()
-
     def guard(self) -> None:
         """What it was used for has ended; it is still here."""
-        if not self.is_resident:
-            for away in self.parameters:
-                away.guard()
+        for away in self.parameters:
+            away.guard()
 
     def prefetch(self) -> None:
         if self.owned is not None and not self._is_here:
@@ -121,8 +97,6 @@ class Shard:
             away.write()
 
     def release(self) -> None:
-        if self.is_resident:
-            return
         self.cancel_prefetch()
         for away in self.parameters:
             away.unguard()
@@ -193,24 +167,6 @@ class Chain:
             yield
         finally:
             self.shards[index].guard()
-
-    @contextlib.contextmanager
-    def resident(self, indices: Iterable[int]) -> Iterator[None]:
-        """Have the shards of `indices` on the device as if they were not offloaded."""
-        if self.is_spread:
-            raise OffloadError(
-                "resident() is not supported with offload='ranks'; use offload='host'"
-            )
-        come: list[Shard] = []
-        try:
-            for index in indices:
-                self._here = None if self._here == index else self._here
-                self.shards[index].reside()
-                come.append(self.shards[index])
-            yield
-        finally:
-            for shard in come:
-                shard.end_reside()
 
     def release(self) -> None:
         """Have no shard on the device, and none on its way."""

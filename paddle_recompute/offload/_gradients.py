@@ -40,7 +40,6 @@ class _StoredGradients:
 
     Attributes:
         present: The indices that have a gradient.
-        shown: Gradients that somebody has asked for; they are on the device until they are cleared.
     """
 
     def __init__(self, parameters: Sequence[paddle.Tensor], make_slot: MakeSlot) -> None:
@@ -49,14 +48,10 @@ class _StoredGradients:
         self._slots: dict[int, Slot] = {}
         self._zero: set[int] = set()
         self.present: set[int] = set()
-        self.shown: dict[int, paddle.Tensor] = {}
 
     def put(self, index: int, gradient: paddle.Tensor) -> None:
         self.present.add(index)
         self._zero.discard(index)
-        if index in self.shown:
-            self.shown[index] = gradient
-            return
         slot = self._slots.get(index)
         if slot is None:
             slot = self._slots[index] = self._make_slot()
@@ -66,15 +61,6 @@ class _StoredGradients:
         self.present.add(index)
         self._zero.add(index)
 
-    def show(self, index: int) -> paddle.Tensor | None:
-        """The sum itself: who changes it changes the gradient."""
-        if index in self.present and index not in self.shown:
-            shown = self.with_added(index, None)
-            assert shown is not None
-            self.shown[index] = shown
-            self._zero.discard(index)
-        return self.shown.get(index)
-
     def with_added(self, index: int, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
         """The sum so far, and `gradient`."""
         if index not in self.present:
@@ -82,7 +68,7 @@ class _StoredGradients:
         if index in self._zero:
             parameter = self._parameters[index]
             return paddle.zeros(parameter.shape, parameter.dtype) if gradient is None else gradient
-        kept = self.shown[index] if index in self.shown else self._slots[index].read()
+        kept = self._slots[index].read()
         return kept if gradient is None else kept.add_(gradient)
 
     def add(self, index: int, gradient: paddle.Tensor) -> None:
@@ -91,13 +77,12 @@ class _StoredGradients:
         self.put(index, total)
 
     def prefetch(self) -> None:
-        for index in self.present - self._zero - self.shown.keys():
+        for index in self.present - self._zero:
             self._slots[index].prefetch()
 
     def forget(self, index: int) -> None:
         self.present.discard(index)
         self._zero.discard(index)
-        self.shown.pop(index, None)
         if index in self._slots:
             self._slots[index].cancel_prefetch()
             self._free(index)
@@ -119,7 +104,6 @@ class ShardGradients:
         parameters: Of the shard.
         squares: Sum of the squares of each complete gradient, by the index of its parameter; one
             number on the device.
-        is_lent: Whether the gradients are in ``.grad``, where the user has them for a while.
         is_own: Whether this rank keeps them when they are the means over the ranks.
         are_spread: Whether they are those of one rank then; nobody can read or set them.
     """
@@ -133,7 +117,6 @@ class ShardGradients:
         self.is_complete = False
         self.present_here: set[int] = set()
         """The indices of the parameters that have a gradient on this rank."""
-        self.is_lent = False
         self.is_own, self.are_spread = True, False
         self._means: set[int] = set()
         self._kept = _StoredGradients(self.parameters, make_slot)
@@ -240,46 +223,25 @@ class ShardGradients:
         for index in self._kept.present:
             gradient = self._kept.with_added(index, None)
             assert gradient is not None
-            if index in self._kept.shown:
-                gradient = travelling.over_same_memory(gradient)
             if factor is not None:
                 gradient.scale_(factor)
             travelling.set_gradient(self.parameters[index], gradient)
 
     def end_step(self) -> None:
         """The optimizer has used the gradients, which stay until they are cleared."""
-        if not self.is_lent:
-            for parameter in self.parameters:
-                travelling.set_gradient(parameter, None)
+        for parameter in self.parameters:
+            travelling.set_gradient(parameter, None)
         self._begin_anew()
-
-    def show(self, index: int) -> paddle.Tensor | None:
-        """The gradient of the parameter `index`, for somebody who may change it in place."""
-        self._refuse_access(index)
-        self.keep(self.take())
-        return self._kept.show(index)
-
-    def replace(self, index: int, gradient: paddle.Tensor) -> None:
-        """Make `gradient` that of the parameter `index`."""
-        self._refuse_access(index)
-        self.clear([index], set_to_zero=False)
-        self._kept.shown[index] = gradient
-        self._kept.put(index, gradient)
 
     def clear(self, indices: Iterable[int], *, set_to_zero: bool) -> None:
         """Forget gradients, or make those zero that there are, as ``clear_gradient`` does."""
         for index in indices:
             parameter = self.parameters[index]
-            if self.is_lent:
-                parameter.clear_gradient(set_to_zero)
-                continue
             had_one = (
                 gradient_of(parameter) is not None
                 or index in self._kept.present
                 or index in self._late.present
             )
-            if set_to_zero and index in self._kept.shown:
-                self._kept.shown[index].zero_()
             self._kept.forget(index)
             self._late.forget(index)
             self._means.discard(index)
@@ -298,28 +260,6 @@ class ShardGradients:
         )
         self.clear(all_or_trained, set_to_zero=set_to_zero)
         self._begin_anew()
-
-    @paddle.no_grad()
-    def lend(self) -> None:
-        """Put the gradients into ``.grad``, until `take_back`; the parameters are on the device."""
-        self.keep(self.take())
-        for index in list(self._kept.present):
-            travelling.set_gradient(self.parameters[index], self._kept.with_added(index, None))
-            self._kept.forget(index)
-        self.is_lent = True
-
-    def take_back(self) -> None:
-        """End of `lend`."""
-        self.is_lent = False
-        for index, gradient in self.take().items():
-            self._kept.put(index, gradient)
-
-    def _refuse_access(self, index: int) -> None:
-        if self.are_spread:
-            raise OffloadError(
-                f"the gradient of {self.parameters[index].name} is with the owner of its shard; "
-                "with offload='ranks' gradients cannot be read or set. Use offload='host' for that"
-            )
 
     def _begin_anew(self) -> None:
         self.squares = {}
@@ -360,19 +300,9 @@ class ChainGradients:
     @property
     def is_complete(self) -> bool:
         """Whether every shard's gradient is."""
-        return all(shard.is_complete or shard.is_lent for shard in self._order)
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether a shard's gradients are in ``.grad``."""
-        return any(shard.is_lent for shard in self._order)
+        return all(shard.is_complete for shard in self._order)
 
     def begin(self, sender: PieceSender | None) -> None:
-        if self.is_lent and sender is not None:
-            raise OffloadError(
-                "gradients are synchronized inside of resident(), where they are in .grad and not "
-                "with their shards; leave resident() before last_backward()"
-            )
         self._check_ranks(sender)
         self._sender = sender
         self._armed, self._next = True, 0
@@ -384,8 +314,6 @@ class ChainGradients:
 
     def collect(self, shard: ShardGradients) -> None:
         """`shard` will leave the device, or the backward has ended."""
-        if shard.is_lent:
-            return
         taken = shard.take()
         if self._armed and not shard.is_sent and self._is_next(shard):
             self._complete(shard, taken)
@@ -398,10 +326,9 @@ class ChainGradients:
 
     def finish(self) -> None:
         self._check_ranks(self._sender)
-        kept = [shard for shard in self._order if not shard.is_lent]
-        for shard in kept:
+        for shard in self._order:
             shard.keep(shard.take())
-        for shard in kept:
+        for shard in self._order:
             if not shard.is_sent:
                 self._complete(shard, {})
         self._take_sent()
@@ -423,7 +350,7 @@ class ChainGradients:
                 anywhere = {index for index, there in enumerate(told[first:end]) if there}
                 shard.without(shard.present - anywhere)
                 first = end
-        self._expected = None if any(late) or self.is_lent else counts
+        self._expected = None if any(late) else counts
         for shard, is_late in zip(self._order, late, strict=True):
             if is_late:
                 self._complete(shard, {})

@@ -46,8 +46,6 @@ def run(
     is_last = index == len(chain.shards) - 1
     has_backward = paddle.is_grad_enabled()
     shard = chain.shards[index]
-    if shard.is_resident:
-        return function(*args, **kwargs)
     name = shard.name
     following = [index + 1] if not is_last else [index - 1] if has_backward else [0]
     if not has_backward:

@@ -10,7 +10,13 @@ import paddle
 
 from paddle_recompute._paddle.travelling import set_values_of, twin_of
 from paddle_recompute.offload._away import Away, away_of
-from paddle_recompute.offload._resident import chains_of
+from paddle_recompute.offload._chain import Chain
+
+
+def chains_of(model: paddle.nn.Layer) -> list[Chain]:
+    """The chains that `model` and its sublayers belong to."""
+    found = (getattr(part, "_offload_chain", None) for part in model.sublayers(include_self=True))
+    return list({id(chain): chain for chain in found if chain is not None}.values())
 
 
 def on_host(values: Any, name: str, dtype: Any) -> paddle.Tensor:

@@ -15,8 +15,7 @@ from paddle_recompute.offload import _shard_call
 from paddle_recompute.offload._chain import Chain
 from paddle_recompute.offload._cut import chain_of, send_away, sent_away
 from paddle_recompute.offload._ranks import Carrier, RankSlot
-from paddle_recompute.offload._resident import chains_of
-from paddle_recompute.offload._state import show_values_in_state_dict
+from paddle_recompute.offload._state import chains_of, show_values_in_state_dict
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
 from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.recompute import (

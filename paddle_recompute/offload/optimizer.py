@@ -8,10 +8,16 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle import device
-from paddle_recompute._paddle.layers import clip_of_optimizer, parameters_of_optimizer
+from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute._paddle.travelling import has_memory
-from paddle_recompute._paddle.updates import MASTERS, SCHEDULE, owner_of_state, part_of_state
-from paddle_recompute.errors import ConfigError, OffloadError
+from paddle_recompute._paddle.updates import (
+    MASTERS,
+    SCHEDULE,
+    check_treats_each_alone,
+    owner_of_state,
+    part_of_state,
+)
+from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import owner_of
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._chain import Chain, Shard
@@ -44,14 +50,16 @@ class OffloadOptimizer:
         self._chains = list(chains)
         self._parameter_list = list({id(p): p for p in parameters}.values())
         rest = [p for p in self._parameter_list if owner_of(p) is None]
-        self._rest = _checked(make(rest)) if rest else None
+        self._rest = make(rest) if rest else None
         self._of_shard = {
-            id(shard): _checked(make(shard.gradients.parameters))
+            id(shard): make(shard.gradients.parameters)
             for chain in self._chains
             for shard in chain.shards
             if shard.parameters
         }
         self._factor: float | None = None
+        for optimizer in self.optimizers:
+            check_treats_each_alone(optimizer, "those of one shard only")
 
     @property
     def optimizers(self) -> list[paddle.optimizer.Optimizer]:
@@ -78,17 +86,8 @@ class OffloadOptimizer:
     # ------------------------------------------------------------------------- for TrainStep
 
     def finish_with(self, on_complete: OnComplete) -> None:
-        """What is done to each gradient of the step when it is complete.
-
-        Raises:
-            OffloadError: A shard is resident.
-        """
+        """What is done to each gradient of the step when it is complete."""
         for chain in self._chains:
-            if chain.gradients.is_lent:
-                raise OffloadError(
-                    "TrainStep was called inside of resident(), where the gradients are in .grad "
-                    "and are not measured with their shards; call it outside"
-                )
             chain.gradients.on_complete = on_complete
 
     def squares(self) -> dict[int, paddle.Tensor]:
@@ -249,21 +248,6 @@ class OffloadOptimizer:
             shard.state.append(away)
             away.mark_written()
             away.release()
-
-
-def _checked(optimizer: paddle.optimizer.Optimizer) -> paddle.optimizer.Optimizer:
-    if isinstance(optimizer, paddle.optimizer.LBFGS):
-        raise ConfigError(
-            "the optimizer is LBFGS, which looks at all parameters at once; offloaded parameters "
-            "are on the device by turns. Use one that treats each parameter by itself"
-        )
-    clip = clip_of_optimizer(optimizer)
-    if isinstance(clip, paddle.nn.ClipGradByGlobalNorm):
-        raise ConfigError(
-            "the optimizer clips by the norm of all gradients, of which it sees one shard only; "
-            "take grad_clip out, and use TrainStep(clip_grad_norm=...) for the same"
-        )
-    return optimizer
 
 
 def _tensors_of(optimizer: paddle.optimizer.Optimizer, only_masters: bool) -> list[paddle.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
@@ -13,7 +12,6 @@ from paddle_recompute.offload import _shard_call
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._cut import chain_of, send_away, sent_away
 from paddle_recompute.offload._ranks import Carrier, RankSlot
-from paddle_recompute.offload._resident import resident
 from paddle_recompute.offload._state import show_values_in_state_dict
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
 from paddle_recompute.recompute import OFFLOADS, PLACES, Place, slots
@@ -33,9 +31,8 @@ class OffloadSequential(paddle.nn.Sequential):
     twice in one shard. A backward runs once.
 
     Names, ``state_dict``, ``set_state_dict`` and checkpoints are those of the plain
-    ``paddle.nn.Sequential``. ``state_dict`` returns copies in host memory. A parameter can be read
-    and written wherever it is, under ``paddle.no_grad()``; what needs its gradient, and a view of
-    it, are refused outside of `resident`.
+    ``paddle.nn.Sequential``. ``state_dict`` returns copies in host memory. ``numpy()`` reads a
+    parameter and ``set_value()`` writes it wherever it is; all else is refused.
 
     A tuple that a Layer returns becomes the positional arguments of the next one.
 
@@ -142,10 +139,6 @@ class OffloadSequential(paddle.nn.Sequential):
             ConfigError: The optimizer is LBFGS, or clips by a norm over all parameters.
         """
         return OffloadOptimizer([self._offload_chain], self.parameters(), make)
-
-    def resident(self, *layers: paddle.nn.Layer) -> contextlib.AbstractContextManager[None]:
-        """`paddle_recompute.offload.resident` of this chain."""
-        return resident(self, *layers)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refused."""

@@ -12,8 +12,6 @@ from paddle_recompute.planner.batch_size import costs_of_batch, extrapolated, pr
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, maximum
 from paddle_recompute.planner.find_batch import BatchSize, find_batch_size, largest_that_fits
 from paddle_recompute.planner.job import Job
-from paddle_recompute.planner.offloaded import Offloaded, offloaded
-from paddle_recompute.planner.pareto_front import next_faster, smallest
 from paddle_recompute.planner.planning import (
     MemoryEstimate,
     estimate,
@@ -24,8 +22,8 @@ from paddle_recompute.planner.planning import (
 from paddle_recompute.planner.policies import choices_of_policy, every, segments, uniform
 from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
 from paddle_recompute.planner.simulate import JOINED, Choice, Timeline, simulate
-from paddle_recompute.planner.solve import Solution, solve
-from paddle_recompute.planner.stages import BUCKETS, Stage, spread, stages
+from paddle_recompute.planner.solve import Solution, next_faster, smallest, solve
+from paddle_recompute.planner.stages import BUCKETS, Stage, offloaded, spread, stages
 
 __all__ = [
     "BUCKETS",
@@ -37,7 +35,6 @@ __all__ = [
     "Choice",
     "Job",
     "MemoryEstimate",
-    "Offloaded",
     "RecomputePlan",
     "Solution",
     "Stage",

@@ -18,7 +18,7 @@ from paddle_recompute.errors import PlanError
 
 PLAIN = "plain"
 WHOLE = "whole"
-BYTES = ("before", "enter", "leave", "kept", "forward_peak", "backward_peak", "repeated")
+BYTES = ("before", "enter", "kept", "forward_peak", "backward_peak", "repeated")
 """Fields of `Event` and `OptionCost` that more rows, or another rank, may raise."""
 
 
@@ -92,7 +92,6 @@ class Event:
         call: Number of the call; -1 for ``update`` and ``end``.
         before: The peak since the event before.
         enter: The level at its begin.
-        leave: The level at its end.
         seconds: Time since the event before.
     """
 
@@ -100,7 +99,6 @@ class Event:
     call: int
     before: int
     enter: int
-    leave: int
     seconds: float = 0.0
 
 

@@ -18,7 +18,6 @@ from paddle_recompute.options import RecomputeConfig, byte_count
 from paddle_recompute.planner.batch_size import costs_of_batch
 from paddle_recompute.planner.costs import WHOLE, StepCosts
 from paddle_recompute.planner.job import Job, LossFn
-from paddle_recompute.planner.pareto_front import smallest
 from paddle_recompute.planner.policies import choices_of_policy, uniform
 from paddle_recompute.planner.recompute_plan import (
     MOST_CORRECTIONS,
@@ -27,6 +26,7 @@ from paddle_recompute.planner.recompute_plan import (
     make_plan,
 )
 from paddle_recompute.planner.simulate import Choice, Timeline, simulate
+from paddle_recompute.planner.solve import smallest
 from paddle_recompute.planner.step_costs import Progress, StepState
 
 DOUBT = 1.15

@@ -17,8 +17,6 @@ from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
-from paddle_recompute.planner.offloaded import offloaded
-from paddle_recompute.planner.pareto_front import next_faster, smallest
 from paddle_recompute.planner.simulate import (
     JOINED,
     Choice,
@@ -27,8 +25,8 @@ from paddle_recompute.planner.simulate import (
     seconds_of,
     simulate,
 )
-from paddle_recompute.planner.solve import Solution, solve
-from paddle_recompute.planner.stages import stages
+from paddle_recompute.planner.solve import Solution, next_faster, smallest, solve
+from paddle_recompute.planner.stages import offloaded, stages
 from paddle_recompute.recompute import (
     Unit,
     is_treated,
@@ -36,7 +34,7 @@ from paddle_recompute.recompute import (
     undo_recompute,
 )
 
-FORMAT = 3
+FORMAT = 4
 MOST_CORRECTIONS = 3
 """How often a plan whose measured step was above the budget is made anew."""
 
@@ -145,12 +143,10 @@ class RecomputePlan:
         Raises:
             PlanError: Nothing stays within the budget.
         """
-        return make_plan(
-            replace(self.costs, excess=self.costs.excess + excess),
-            self.memory_budget,
-            signature=self.signature,
-            checkpoints=self.checkpoints,
-            preserve_rng_state=self.preserve_rng_state,
+        costs = replace(self.costs, excess=self.costs.excess + excess)
+        made = make_plan(costs, self.memory_budget, signature=self.signature)
+        return replace(
+            self, costs=costs, choices=made.choices, exact=made.exact, measured_bytes=None
         )
 
     @property
@@ -343,25 +339,20 @@ def infeasible(
         least: What has the smallest predicted peak.
         measured: The peaks of the plans that were measured, in bytes; empty: none was.
     """
-    peak = least.timeline.peak
-    held = costs.base
-    lower = []
-    if peak.inside:
-        lower.append("name the parts of that block as checkpoints instead, so that less is live")
-    if costs.held.get("moments"):
-        lower.append("use an optimizer with smaller moments")
-        lower.append(_SHARD)
-    lower.append("give a smaller batch or gradient-cache chunk")
+    peak, held = least.timeline.peak, costs.base
     if peak.where.startswith("update") or held > 0.8 * peak.bytes:
         lower = ["use fewer or smaller parameters, or an optimizer with smaller moments", _SHARD]
-    off = offloaded(costs)
-    if off is not None and off.peak_bytes < least.peak:
-        within = "within" if off.peak_bytes <= memory_budget else "still not within"
-        lower.append(f"take the blocks off the device: {off}, {within} the budget")
-    for stage in stages(costs, least.choices):
-        if stage.peak_bytes < least.peak:
-            within = "within" if stage.peak_bytes <= memory_budget else "still not within"
-            lower.append(f"spread more over the ranks: {stage}, {within} the budget")
+    else:
+        lower = ["give a smaller batch or gradient-cache chunk"]
+        if costs.held.get("moments"):
+            lower = ["use an optimizer with smaller moments", _SHARD, *lower]
+        if peak.inside:
+            parts = "name the parts of that block as checkpoints instead, so that less is live"
+            lower = [parts, *lower]
+    for one in (offloaded(costs), *stages(costs, least.choices)):
+        if one is not None and one.peak_bytes < least.peak:
+            within = "within" if one.peak_bytes <= memory_budget else "still not within"
+            lower.append(f"set what takes less: {one}, {within} the budget")
     if measured:
         found = (
             f"of {len(measured)} plans that were measured, the one that took least had a peak of "

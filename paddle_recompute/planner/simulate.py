@@ -96,28 +96,6 @@ def own_option(choice: Choice) -> str:
     return WHOLE if choice.option == JOINED else choice.option
 
 
-class KeptBytes:
-    """What each call adds to the level of the skeleton, between its forward and its backward."""
-
-    def __init__(self, costs: StepCosts, choices: Sequence[Choice]) -> None:
-        self.calls = costs.calls
-        self.choice: dict[int, Choice] = {
-            call: choice for choice in choices for call in range(choice.first, choice.last + 1)
-        }
-
-    def cost(self, call: int) -> OptionCost:
-        """The cost of one call under its option."""
-        return self.calls[call].options[own_option(self.choice[call])]
-
-    def bytes(self, call: int) -> int:
-        """From the end of its forward on, above the skeleton."""
-        kept = kept_bytes(self.calls, call, self.cost(call))
-        choice = self.choice[call]
-        if choice.option == JOINED and call > choice.first:  # the segment computes its input again
-            kept -= given_up_bytes(self.calls, call, self.cost(call))
-        return kept
-
-
 def kept_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
     """What one call adds to the level of the skeleton, if it does not give up its input."""
     call = calls[number]
@@ -150,7 +128,13 @@ def freed_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int
 
 
 def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
-    calls, kept = costs.calls, KeptBytes(costs, choices)
+    calls = costs.calls
+    choice_of = {n: choice for choice in choices for n in range(choice.first, choice.last + 1)}
+    cost_of = {n: calls[n].options[own_option(choice)] for n, choice in choice_of.items()}
+    kept = {n: kept_bytes(calls, n, cost) for n, cost in cost_of.items()}
+    for n, choice in choice_of.items():
+        if choice.option == JOINED and n > choice.first:  # the segment computes its input again
+            kept[n] -= given_up_bytes(calls, n, cost_of[n])
     base = costs.base + costs.excess
     above = 0  # bytes of the calls, above the skeleton
     live: dict[int, int] = {}  # what each call of a segment that runs again keeps
@@ -166,24 +150,24 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
             running.pop(number, None)
         if number < 0 or event.kind == "done":
             continue
-        call, cost, choice = calls[number], kept.cost(number), kept.choice[number]
+        call, cost, choice = calls[number], cost_of[number], choice_of[number]
         level += event.enter
         if event.kind == "forward":
             peak = cost.forward_peak
             yield Point(f"forward of {call.name}", level + peak, gradients, above, peak)
-            above += kept.bytes(number)
+            above += kept[number]
             continue
         if event.kind == "dropped":
-            above -= kept.bytes(number)
+            above -= kept[number]
             continue
         level -= call.output_bytes  # its gradient, which is part of the measured peak
         if choice.option != JOINED:
-            change = -kept.bytes(number)
+            change = -kept[number]
         elif number < choice.last:
             change = -live.pop(number)
             cost = call.options[PLAIN]
         else:
-            change = -sum(kept.bytes(inner) for inner in range(choice.first, number + 1))
+            change = -sum(kept[inner] for inner in range(choice.first, number + 1))
             for inner in range(choice.first, number):
                 plain = calls[inner].options[PLAIN]
                 yield Point(

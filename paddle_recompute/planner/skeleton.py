@@ -149,33 +149,17 @@ class _Recorder:
 
     def begin(self) -> None:
         self.skeleton.start = memory.current_bytes()
-        self._restart()
+        self.restart()
 
     def event(self, kind: Any, call: int) -> None:
         level, start = memory.current_bytes(), self.skeleton.start
-        self.skeleton.events.append(
-            Event(
-                kind,
-                call,
-                memory.peak_bytes() - start,
-                level - start,
-                level - start,
-                now() - self._since,
-            )
-        )
-        self._restart()
+        seconds = now() - self._since
+        peak = memory.peak_bytes() - start
+        self.skeleton.events.append(Event(kind, call, peak, level - start, seconds))
+        self.restart()
 
-    def leave(self) -> None:
-        """The event that was noted last has ended."""
-        self._waiting -= self.skeleton.events[-1].kind == "backward"
-        last = self.skeleton.events[-1]
-        level = memory.current_bytes() - self.skeleton.start
-        self.skeleton.events[-1] = Event(
-            last.kind, last.call, last.before, last.enter, level, last.seconds
-        )
-        self._restart()
-
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """What the event that was noted last stands for is over."""
         memory.reset_peak()
         self._since = now()
 
@@ -259,8 +243,12 @@ class _Recorder:
             if tensor.data_ptr() in fresh:
                 self._outputs[tensor.data_ptr()] = place
                 weakref.finalize(tensor, self._forget, tensor.data_ptr(), place)
-        self.leave()
+        self.restart()
         return outputs
+
+    def has_begun_backward(self) -> None:
+        self._waiting -= 1
+        self.restart()
 
     def _is_kept(self, pointer: int) -> None:
         made_by = self._outputs.get(pointer)
@@ -394,7 +382,7 @@ class _Pass(paddle.autograd.PyLayer):
         del gradients
         found = [paddle.zeros(shape, dtype) for shape, dtype in holder.likenesses]
         holder.inputs = None
-        recorder.leave()
+        recorder.has_begun_backward()
         return (paddle.zeros([1]), *found)
 
 

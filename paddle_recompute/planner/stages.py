@@ -1,8 +1,10 @@
-"""What a step would take with optimizer state, or parameters too, spread over the ranks.
+"""What a step would take with parameters, gradients and optimizer state elsewhere.
 
 Stage 1 is `ShardedOptimizer`. Stage 3 is ``offload_parameters: ranks``: parameters, gradients and
 optimizer state of a shard are with its owner, and a shard visits the other ranks while they compute
-with it. Every block is recomputed, and its inputs stay on the device.
+with it. With ``offload_parameters: host`` they are off the device, a shard at a time is on it, and
+the next one is on its way. Every block is recomputed, and its inputs are counted: they leave late
+or stay.
 """
 
 from __future__ import annotations
@@ -14,30 +16,58 @@ from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.distributed import shared_out
 from paddle_recompute.offload import cut
 from paddle_recompute.planner.costs import WHOLE, CallCost, StepCosts
-from paddle_recompute.planner.offloaded import AHEAD, sizes_of_blocks
 from paddle_recompute.planner.policies import uniform
 from paddle_recompute.planner.simulate import Choice, simulate
 
+AHEAD = 1
+"""Shards that are on their way while one computes: the ``prefetch`` of `offload_layers`."""
 BUCKETS = "communication buckets"
 """Of `StepCosts.held`: of parameters that travel with their shard they are not needed."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A step that is spread over ranks.
+    """A step that has less on the device of a rank.
 
     Attributes:
         setting: What turns it on.
-        ranks: How many.
+        ranks: Over how many it is spread.
         peak_bytes: The predicted peak of the rank that takes most.
+        moved_bytes: To the device and back in each step, without the inputs of the blocks.
     """
 
     setting: str
     ranks: int
     peak_bytes: int
+    moved_bytes: int = 0
 
     def __str__(self) -> str:
-        return f"{self.setting} over {self.ranks} ranks takes about {format_bytes(self.peak_bytes)}"
+        ranks = f" over {self.ranks} ranks" if self.ranks > 1 else ""
+        told = f"{self.setting}{ranks} takes about {format_bytes(self.peak_bytes)}"
+        if self.moved_bytes:
+            told += f" and moves {format_bytes(self.moved_bytes)} per step from and to the host"
+        return told
+
+
+def offloaded(costs: StepCosts) -> Stage | None:
+    """The step with its blocks off the device; None if they have no parameters."""
+    sizes = _sizes_of_blocks(costs)
+    total, largest = sum(sizes), max(sizes, default=0)
+    if not total:
+        return None
+    # Per byte of a parameter: its optimizer state, in the proportion of the whole model.
+    state = _state_held(costs) / max(costs.held.get("parameters", 0), total)
+    rest = costs.base - int(total * (1 + costs.keeps_gradients + state))
+    here = (1 + AHEAD) * largest
+    calls = tuple(replace(call, gradients={}) for call in costs.calls)
+    step = replace(costs, base=rest + here, calls=calls)
+    update = costs.events[-1].before + rest + int(here * (1 + state)) + largest + costs.excess
+    peak = max(simulate(step, uniform(costs, WHOLE)).peak.bytes, update)
+    # Parameters come for forward, backward and update, and go after it; gradients go and come;
+    # the state comes and goes.
+    moved = int(total * (4 + 2 + 2 * state))
+    setting = f"recompute.offload_parameters: host with num_shards: {len(sizes)} (mode: dygraph)"
+    return Stage(setting, 1, peak, moved)
 
 
 def stages(costs: StepCosts, choices: Sequence[Choice] | None = None) -> list[Stage]:
@@ -66,7 +96,7 @@ def spread(costs: StepCosts, num_shards: int | None = None) -> Stage | None:
         costs: As in `stages`.
         num_shards: As in `RecomputeConfig`; None: one for each block.
     """
-    blocks = list(sizes_of_blocks(costs).values())
+    blocks = _sizes_of_blocks(costs)
     num_shards = len(blocks) if num_shards is None else num_shards
     total = sum(blocks)
     if not total or not costs.ranks <= num_shards <= len(blocks):
@@ -93,6 +123,14 @@ def spread(costs: StepCosts, num_shards: int | None = None) -> Stage | None:
             peaks.append(simulate(step, uniform(costs, WHOLE)).peak.bytes)
     setting = f"recompute.offload_parameters: ranks with num_shards: {num_shards}"
     return Stage(setting, costs.ranks, max(peaks))
+
+
+def _sizes_of_blocks(costs: StepCosts) -> list[int]:
+    """Bytes of the trained parameters of each block, in the order of the forward."""
+    sizes: dict[str, int] = {}
+    for call in costs.calls:
+        sizes[call.layer] = max(sizes.get(call.layer, 0), sum(call.gradients.values()))
+    return list(sizes.values())
 
 
 def _state_held(costs: StepCosts) -> int:

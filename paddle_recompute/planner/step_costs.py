@@ -236,7 +236,7 @@ def _composed(
         for number, call in enumerate(calls)
     ]
     end = skeleton.events[-1]
-    update = Event("update", -1, end.leave + update_bytes, end.leave, end.leave)
+    update = Event("update", -1, end.enter + update_bytes, end.enter)
     events = (*skeleton.events, update)
     return StepCosts(base, held, tuple(calls), events)
 

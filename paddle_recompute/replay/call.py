@@ -23,6 +23,7 @@ from paddle_recompute.replay.layer_state import LayerState
 from paddle_recompute.replay.random_streams import Draws
 from paddle_recompute.replay.reach import Reach
 from paddle_recompute.replay.snapshot import Undo
+from paddle_recompute.replay.unchanged import Unchanged
 
 REPETITION_ADVICE = (
     "A recomputed function must do the same thing twice: look for state that it changes, such as a "
@@ -60,14 +61,15 @@ class Call:
     """
 
     __slots__ = (
-        "_amp", "_draws", "_is_pure", "_layers", "_name", "_reach", "_returned", "check",
-        "compare_values", "function", "preserve_rng_state",
+        "_amp", "_draws", "_layers", "_name", "_reach", "_returned", "_searched_arguments",
+        "_unchanged", "check", "compare_values", "function", "preserve_rng_state",
     )  # fmt: skip
 
     _draws: Draws | None
-    _is_pure: bool
     _reach: Reach
     _layers: LayerState
+    _unchanged: Unchanged | None
+    """Where the first forward has changed nothing; see `serves_the_next`."""
 
     def __init__(
         self,
@@ -89,19 +91,8 @@ class Call:
         """The name of the function in errors."""
         return self._name or name_of(self.function)
 
-    def first(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_a_row: Call | bool = False
-    ) -> Any:
-        """Run the function and record its state.
-
-        Args:
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            in_a_row: The call of the function right before, whose record is used again where its
-                forward has changed nothing; True: the first one of such calls. Their second
-                forwards are taken to change nothing, either, and are not looked at afterwards.
-        """
-        like = in_a_row if isinstance(in_a_row, Call) else None
+    def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function and record its state."""
         stamps, opaque = [], False
         for leaf in _nested.leaves_of((args, kwargs)):
             if isinstance(leaf, paddle.Tensor):
@@ -109,35 +100,13 @@ class Call:
             else:
                 opaque |= type(leaf) not in _PLAIN
         self._amp = amp_state()
-        is_reached = like is not None and like._reach.is_settled and not opaque
-        if like is not None and is_reached:
-            reach = self._reach = like._reach
-        else:
-            reach = self._reach = Reach(self.function, (args, kwargs) if opaque else ())
-        is_shared = like is not None and is_reached and like._is_pure
-        if like is not None and is_shared:
-            self._layers = like._layers
-        else:
-            members = reach.snapshot.layers
-            with_statistics = self.compare_values or reach.reads_statistics
-            self._layers = LayerState(members, with_statistics=with_statistics)
-        draws = self._draws = None
-        if self.preserve_rng_state:
-            of_the_host = reach.may_draw
-            if like is not None and like._draws is not None:
-                of_the_host |= like._draws.of_the_host  # a Layer that the search did not find
-            draws = self._draws = Draws(of_the_host=of_the_host, may_seed=reach.may_seed)
-        begin_reporting(self._layers.known, self._add_called)
-        try:
-            outputs = self.function(*args, **kwargs)
-        finally:
-            end_reporting()
-            if draws is not None:
-                draws.end_first()
-        if not is_shared:
-            self._layers.after_forward()
+        reach = self._reach = Reach(self.function, (args, kwargs) if opaque else ())
+        with_statistics = self.compare_values or reach.reads_statistics
+        self._layers = LayerState(reach.snapshot.layers, with_statistics=with_statistics)
+        outputs = self._run_first(args, kwargs, of_the_host=reach.may_draw)
+        self._layers.after_forward()
         reach.after_forward()
-        self._is_pure = in_a_row is not False and reach.is_settled and self._layers.is_unchanged()
+        self._searched_arguments, self._unchanged = opaque, None
         for tensor, stamp in stamps:
             if _writes.is_written_since(tensor, stamp):
                 raise RecomputeError(
@@ -147,6 +116,42 @@ class Call:
                 )
         self._returned = _outline(outputs) if self.check else []
         return outputs
+
+    def _run_first(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, of_the_host: bool
+    ) -> Any:
+        draws = self._draws = None
+        if self.preserve_rng_state:
+            draws = self._draws = Draws(of_the_host=of_the_host, may_seed=self._reach.may_seed)
+        begin_reporting(self._layers.known, self._add_called)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            end_reporting()
+            if draws is not None:
+                draws.end_first()
+
+    def serves_the_next(self) -> bool:
+        """Right after `first`, or after `first_after`: whether the function has changed nothing, so
+        that its next call would record the same.
+        """
+        if self._unchanged is not None and self._unchanged.holds():
+            return True
+        if self._unchanged is not None:
+            self._reach.after_forward()
+        is_same = self._reach.is_settled and self._layers.is_unchanged()
+        is_same = is_same and not self._searched_arguments
+        self._unchanged = Unchanged(self._reach, self._layers) if is_same else None
+        return is_same
+
+    def first_after(self, before: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`first` right after `before`, which serves as record. The arguments are not watched."""
+        self._amp, self._reach, self._layers = before._amp, before._reach, before._layers
+        self._unchanged, self._searched_arguments = before._unchanged, False
+        self._returned = []
+        # A Layer that the search did not find may draw, too.
+        of_the_host = before._draws is not None and before._draws.of_the_host
+        return self._run_first(args, kwargs, of_the_host=of_the_host)
 
     def _add_called(self, layer: paddle.nn.Layer) -> None:
         """Watch `layer`, which the first forward calls and the search did not find."""
@@ -169,7 +174,8 @@ class Call:
                 undo.append(functools.partial(draws.end_again, draws.begin_again()))
             if (amp := set_amp_state(self._amp)) is not self._amp:
                 undo.append(functools.partial(set_amp_state, amp))
-            if not self._is_as_it_was():
+            same = self._unchanged
+            if same is None or same.has_buffers or not same.holds():
                 self._reach.put_back(undo)
                 self._layers.put_back(undo)
             self._layers.refuse_new_layers(self, undo)
@@ -190,16 +196,6 @@ class Call:
                     'determinism_check="none" disables this check.'
                 )
         return outputs
-
-    def _is_as_it_was(self) -> bool:
-        """Whether there is nothing to put back, neither now nor after the second forward."""
-        reach, layers = self._reach, self._layers
-        return (
-            self._is_pure
-            and not layers.has_buffers
-            and reach.is_unchanged()
-            and layers.is_unchanged()
-        )
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _depth.now += 1

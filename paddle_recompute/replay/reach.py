@@ -136,7 +136,11 @@ class Reach:
 
     def is_unchanged(self) -> bool:
         """Whether nothing differs from before the first forward, but what it changed itself."""
-        return self.snapshot.is_unchanged() and not any(one.is_written() for one in self._tensors)
+        return self.snapshot.is_unchanged() and not self.is_written()
+
+    def is_written(self) -> bool:
+        """Whether a tensor was written to that the function reaches beside members of Layers."""
+        return any(one.is_written() for one in self._tensors)
 
     def put_back(self, undo: Undo) -> None:
         """Give every place its content of before the first forward; `undo` gets what undoes this.

@@ -112,6 +112,12 @@ class Snapshot:
             and all(place.is_unchanged() for place in self.places)
         )
 
+    def read_beside(self, dicts: list[Any]) -> list[tuple[Any, Reader, tuple[Any, ...], int]]:
+        """What is compared beside `dicts`: container, reader, what it has read, and the length."""
+        known = {*map(id, dicts)}
+        rows = zip(self._containers, self._readers, self._before, self._sizes, strict=True)
+        return [row for row in rows if id(row[0]) not in known]
+
     def _changed(self) -> Iterator[tuple[int, Place]]:
         """The places that differ, made as they were."""
         rows = zip(self._containers, self._readers, self._before, self._sizes, strict=True)

@@ -41,6 +41,11 @@ _sorted: list[int] = []
 """The addresses, sorted; valid while there are as many as in `_last_write`."""
 
 
+def tick() -> int | None:
+    """How many writes were counted; None if that does not tell of tensors that travel."""
+    return None if _any_travels else _tick
+
+
 def note_write(tensor: paddle.Tensor) -> None:
     """Count a write to `tensor` that is not seen by itself, such as a collective's."""
     global _tick

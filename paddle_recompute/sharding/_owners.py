@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import paddle
 
-from paddle_recompute._paddle.layers import clip_of_optimizer, parameters_of_optimizer
+from paddle_recompute._paddle.layers import parameters_of_optimizer
+from paddle_recompute._paddle.updates import check_treats_each_alone
 from paddle_recompute.distributed import shared_out
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import owner_of
@@ -87,16 +88,7 @@ def check_optimizer(optimizer: object, own: Sequence[paddle.Tensor]) -> None:
             "paddle.optimizer over the parameters that it is given. Optimizers of fleet and of "
             "group_sharded_parallel, which shard by themselves, are not supported"
         )
-    if isinstance(optimizer, paddle.optimizer.LBFGS):
-        raise ConfigError(
-            "the optimizer is LBFGS, which looks at all parameters at once, and a rank has the "
-            "state of some only. Use one that treats each parameter by itself"
-        )
-    if isinstance(clip_of_optimizer(optimizer), paddle.nn.ClipGradByGlobalNorm):
-        raise ConfigError(
-            "the optimizer clips by the norm of all gradients (grad_clip), of which it sees those "
-            "of one rank only; take grad_clip out, and use TrainStep(clip_grad_norm=...)"
-        )
+    check_treats_each_alone(optimizer, "those of one rank only")
     updated = parameters_of_optimizer(optimizer)
     if {id(p) for p in updated} != {id(p) for p in own}:
         raise ConfigError(

@@ -100,7 +100,7 @@ def test_a_wrong_configuration_is_told_with_all_of_its_faults() -> None:
 
 def test_eight_gpus_on_a_machine_with_none() -> None:
     result = run("--config", CONFIGS / "contrastive_ernie-base_8gpu.yaml")
-    assert_one_paragraph(result, "asks for 8 GPUs", "launch.device=cpu")
+    assert_one_paragraph(result, "8 asks for as many GPUs", "launch.device=cpu")
 
 
 def test_several_machines_are_for_paddles_launcher() -> None:

@@ -12,8 +12,7 @@ from paddle_recompute import Config, load_config
 from paddle_recompute.app.cli import _init as module
 from paddle_recompute.app.cli import main
 from paddle_recompute.app.cli._init import _Machine, _shipped
-from paddle_recompute.app.data import PreparedData
-from paddle_recompute.app.trainer import load_batches, load_data
+from paddle_recompute.app.data import PreparedData, build_loader, prepare_data
 from tests.ranks import ROOT
 
 TINY = str(ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml")
@@ -31,8 +30,8 @@ def write_pairs(file: Path, lines: list[list[str]]) -> str:
 def trained_with(file: Path) -> tuple[Config, PreparedData]:
     """The configuration, and the data as training reads them; there is a batch."""
     config = load_config(file, [f"data.cache_dir={json.dumps(str(file.parent / 'cache'))}"])
-    data = load_data(config, 0)
-    assert len(load_batches(config, data, 0))
+    data = prepare_data(config, 0, lambda: None)
+    assert len(build_loader(config, data, 0))
     return config, data
 
 
@@ -199,7 +198,7 @@ def test_init_refuses_pairs_and_names(
     ("arguments", "words"),
     [
         ((), "needs a file of pairs, or --from"),
-        (("--from", "huge"), "not known; the package has"),
+        (("--from", "huge"), "huge: with one of: "),
         (("nowhere.tsv",), "nowhere.tsv"),
         (("x\u2028y.tsv",), "rename"),
         (("pairs.tsv", "--from", Path(TINY).stem), "pairs.tsv has no effect; give one of them"),

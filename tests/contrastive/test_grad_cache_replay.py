@@ -16,7 +16,7 @@ from paddle_recompute._paddle import amp as tracer_state
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import is_recomputing
-from paddle_recompute.replay import Call
+from paddle_recompute.replay import Reach, Row, call
 from tests.contrastive.encoders import (
     BATCH,
     WIDTH,
@@ -318,21 +318,65 @@ def test_what_one_chunk_changes_for_the_next_is_seen(what: str) -> None:
     assert relative_difference(*found) < 1e-6
 
 
-def test_chunks_share_the_state_that_does_not_change() -> None:
-    class Switching(Encoder):
-        def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
-            output = super().forward(ids)
-            self.encoder.training = self.num_forwards != 3
-            return output
+class ChangesLater(Encoder):
+    """The forward of certain rows changes what the forwards after it read."""
 
-    encoder = Switching()
-    calls = [Call(encoder, "", preserve_rng_state=True, check=False) for _ in range(4)]
-    for call, before in zip(calls, [True, *calls], strict=False):
-        call.first((texts(1),), {}, in_a_row=before)
-    first, *others, last = calls
-    for other in others:
-        assert other._reach is first._reach and other._layers is first._layers
-    assert last._layers is not first._layers
+    def __init__(self, what: str, rows: list[list[int]]) -> None:
+        super().__init__()
+        self.what, self.rows, self.scale = what, rows, Scale(1.0)
+        self.heads = [paddle.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        self.head = self.heads[0]
+        self.register_buffer("factor", paddle.ones([1]))
+
+    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+        # A copy: the backward of a plain step would read what was written to the buffer meanwhile.
+        output = self.head(super().forward(ids)) * self.scale.value * self.factor.clone()
+        if ids[0].tolist() in self.rows:
+            if self.what == "object":
+                self.scale = Scale(self.scale.value + 1.0)
+            elif self.what == "sublayer":
+                self.head = self.heads[self.head is self.heads[0]]
+            elif self.what == "buffer":
+                self.factor.set_value(self.factor + 1)
+            else:
+                self.encoder.eval()
+        return output
+
+
+@pytest.mark.parametrize("what", ["object", "sublayer", "buffer", "flag"])
+@pytest.mark.parametrize("chunks", [[1], [1, 2], [CHUNKS - 1]])
+def test_what_a_later_chunk_changes_is_seen(what: str, chunks: list[int]) -> None:
+    query, positive = texts(1), texts(2)
+    rows = [query[chunk * SIZE].tolist() for chunk in chunks]
+    found, left = [], []
+    for is_cached in (False, True):
+        paddle.seed(1)
+        encoder = ChangesLater(what, rows)
+        paddle.seed(3)
+        if is_cached:
+            GradCache(encoder, criterion, chunk_size=SIZE).backward(query, positive)
+        else:
+            one_shot(encoder, criterion, query, positive, chunk_size=SIZE)
+        layers = [encoder.words, encoder.encoder, *encoder.heads]
+        found.append([one for layer in layers for one in gradients(layer) if one is not None])
+        head = encoder.heads.index(encoder.head)
+        left.append((encoder.scale.value, head, encoder.factor.item(), encoder.encoder.training))
+    assert left[0] == left[1]
+    assert same_bits(*found) if what != "sublayer" else relative_difference(*found) < 1e-6
+
+
+def test_chunks_share_the_record_of_what_does_not_change() -> None:
+    encoder, searches = Encoder(), []
+    row = Row(encoder, "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call, "Reach", lambda *args: searches.append(1) or Reach(*args))
+        for _ in range(4):
+            row.first((texts(1),), {})
+        other = Row(encoder, "", row)
+        other.first((texts(1),), {})
+        for number in range(4):
+            row.repeat(number, (texts(1),), {})
+    assert len(searches) == 1
 
 
 class Adds:
@@ -345,12 +389,18 @@ class Adds:
 FACTOR = 1.0
 
 
+class Uncounted(Encoder):
+    """No attribute differs after a forward."""
+
+    num_forwards = property(lambda self: 0, lambda self, value: None)
+
+
 class Reaching(paddle.nn.Layer):
     """Reads an attribute, an object, a list, a variable of a closure and a global; no buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, encoder: type[Encoder]) -> None:
         super().__init__()
-        self.encoder, self.head = Encoder(), paddle.nn.Linear(WIDTH, WIDTH)
+        self.encoder, self.head = encoder(), paddle.nn.Linear(WIDTH, WIDTH)
         self.factor, self.adds, self.items = 1.0, Adds(1.0), [Adds(1.0)]
         variable = 1.0
 
@@ -402,16 +452,21 @@ def content(layer: Reaching) -> tuple[Any, ...]:
     return *values, *members, head.training
 
 
-@pytest.mark.parametrize("when", ["in the loss", "in the backward of a chunk"])
+@pytest.mark.parametrize(
+    ("when", "kind"),
+    [("in the loss", Uncounted), ("in a backward", Uncounted), ("in a backward", Encoder)],
+)
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_changed_between_the_forwards_is_seen(change: str, when: str) -> None:
+def test_what_is_changed_between_the_forwards_is_seen(
+    change: str, when: str, kind: type[Encoder]
+) -> None:
     """The second forward has what the first one had, and what was changed stays changed."""
     global FACTOR
     found = []
     for is_cached in (False, True):
         FACTOR = 1.0
         paddle.seed(1)
-        encoder = Reaching()
+        encoder = Reaching(kind)
         parameters = encoder.parameters()
         done = queue.SimpleQueue()  # what it holds is not searched
         before = content(encoder)

@@ -7,30 +7,44 @@ devices), so nothing of the library calls it.
 from __future__ import annotations
 
 import numpy as np
+import paddle
 import paddle.distributed as dist
+from numpy.typing import NDArray
 
-from paddle_recompute.app.retrieval import retrieval_metrics
+from paddle_recompute.app.retrieval import encode_batches
 from paddle_recompute.doctor.across_ranks import mean_of_ranks
 from paddle_recompute.errors import SyncError
 from tests.ranks import run_ranks
 
 
+class Letters:
+    """One id for each letter."""
+
+    def encode(self, texts: list[str], max_tokens: int, /) -> NDArray[np.int64]:
+        return np.array([[ord(text) - ord("a")] for text in texts])
+
+
 def compare() -> tuple[bool, str]:
-    rank = dist.get_rank()
-    query, pool = np.random.default_rng(0).standard_normal([2, 8, 4]).astype("float32")
-    alone = retrieval_metrics(query, pool, np.arange(8), tile=2)
-    same = retrieval_metrics(query, pool, np.arange(8), tile=2, over_ranks=True) == alone
+    rank, texts = dist.get_rank(), list("cadb")
+    model = paddle.nn.Sequential(paddle.nn.Embedding(4, 3), paddle.nn.Flatten())
+    model[0].weight.set_value(np.arange(12.0).reshape(4, 3).astype("float32"))
+    alone, shared = (
+        encode_batches(model, Letters(), texts, max_tokens=1, batch_size=1, over_ranks=over_ranks)
+        for over_ranks in (False, True)
+    )
+    same = bool((alone == shared).all())
     try:
-        retrieval_metrics(query + rank, pool, np.arange(8), over_ranks=True)
+        others = texts[rank:]
+        encode_batches(model, Letters(), others, max_tokens=1, batch_size=1, over_ranks=True)
     except SyncError as error:
         return same, str(error)
     return same, "nothing"
 
 
-def test_ranks_evaluate_together_and_notice_what_differs() -> None:
+def test_ranks_encode_together_and_notice_what_differs() -> None:
     for is_equal, error in run_ranks(compare, 2):
         assert is_equal
-        assert "queries, pools or targets differ" in error
+        assert "the ranks' texts differ" in error
 
 
 def means() -> list[object]:

@@ -137,7 +137,7 @@ def test_settings_that_do_not_go_together_are_refused(
 
 
 def test_a_program_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="whose Program owns its parameters"):
+    with pytest.raises(ValueError, match="a Program owns its parameters"):
         tiny(tmp_path, mode="static", recompute__offload_parameters="disk")
 
 

@@ -61,13 +61,13 @@ def _options(draw: random.Random, size, before: int, after: int) -> dict[str, Op
 def _events(sizes: Sequence[int]) -> Iterator[Event]:
     level, length = 50, len(sizes) - 1
     for place in range(length):
-        yield Event("forward", place, level + 20, level, level + sizes[place + 1])
+        yield Event("forward", place, level + 20, level)
         level += sizes[place + 1]
     above = 200
     for place in reversed(range(length)):
-        yield Event("backward", place, level + above, level + sizes[place + 1], level)
+        yield Event("backward", place, level + above, level + sizes[place + 1])
         level, above = level - sizes[place + 1], 10
-    yield Event("end", -1, level + 200, level + 50, level + 50)
+    yield Event("end", -1, level + 200, level + 50)
 
 
 def every_choice(length: int, options: Sequence[str]) -> Iterator[tuple[Choice, ...]]:

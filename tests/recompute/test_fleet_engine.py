@@ -104,7 +104,7 @@ def test_a_function_is_refused() -> None:
 
 @pytest.mark.parametrize("setting", [{"policy": "segments"}, {"offload": "disk"}])
 def test_what_fleet_has_not_is_refused(setting: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="is not supported by engine: fleet"):
+    with pytest.raises(ConfigError, match="does not go with engine: fleet"):
         RecomputeConfig(engine="fleet", **setting)
 
 

@@ -14,7 +14,7 @@ from paddle.static import InputSpec
 from paddle_recompute import ContrastiveLoss, GradCache, TrainStep, apply_recompute
 from paddle_recompute._paddle import memory
 from paddle_recompute.app.config import Config
-from paddle_recompute.contrastive import _chunked_encoder
+from paddle_recompute.contrastive import _repetition
 from paddle_recompute.errors import (
     ConfigError,
     DataError,
@@ -250,7 +250,7 @@ def test_bfloat16_is_near_float32_and_recompute_changes_no_bit_of_it(
 ) -> None:
     """Dygraph has no mixed precision on a CPU, so there is nothing to be equal to."""
     # Both forwards of a chunk are in bfloat16: no bit of the second one differs.
-    monkeypatch.setattr(_chunked_encoder, "REPETITION_TOLERANCE", 0.0)
+    monkeypatch.setattr(_repetition, "REPETITION_TOLERANCE", 0.0)
 
     def numbers(*overrides: str, recompute: bool = False) -> list[float]:
         def model() -> Encoder:

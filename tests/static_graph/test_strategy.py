@@ -47,7 +47,7 @@ STATIC_ONLY = {
     "amp_configs.use_optimizer_fp16": True,
 }
 """A configuration in mode dygraph, which the others are here, refuses them itself."""
-O2 = "not supported by mode: static, whose parameters are in float32; use level O1"
+O2 = "does not go with mode: static: its parameters are in float32; use level O1"
 REFUSED = {
     "amp_configs.level": ([*BFLOAT16, "amp_configs.level=O2"], O2),
     "amp_configs.use_pure_fp16": ([*AMP, "amp_configs.use_pure_fp16=true"], O2),
@@ -84,7 +84,7 @@ def test_no_field_is_forgotten() -> None:
 
 
 def test_sharding_is_refused_in_mode_static() -> None:
-    with pytest.raises(ConfigError, match=r"strategy\.sharding.* is not supported by mode: static"):
+    with pytest.raises(ConfigError, match=r"strategy\.sharding.* does not go with mode: static"):
         config_of("mode=static", "strategy.sharding=true")
 
 
@@ -139,7 +139,7 @@ def test_field_is_refused(path: str) -> None:
 )
 def test_settings_of_another_synchronization_are_refused(name: str, value: Any) -> None:
     assert name in SyncConfig.model_fields
-    with pytest.raises(ConfigError, match=rf"sync\.{name}: .*is not supported by mode: static"):
+    with pytest.raises(ConfigError, match=rf"sync\.{name}: .*does not go with mode: static"):
         strategy_of([], f"sync.{name}={value}")
 
 

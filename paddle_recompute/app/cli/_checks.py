@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from paddle_recompute._files import read_json
+from paddle_recompute._files import write_json
 from paddle_recompute._run_folder import hold
 from paddle_recompute.app.cli._process import (
     as_json,
@@ -19,39 +20,52 @@ from paddle_recompute.app.cli._process import (
     prepare_one_process,
     refused,
     run_on_ranks,
+    words_apart,
 )
-from paddle_recompute.app.config import Config, load_config
-from paddle_recompute.app.launch import is_launched, launch, require_paddle_and_devices
+from paddle_recompute.app.config import Config, check_in_a_program, load_config
+from paddle_recompute.app.launch import is_launched, launch
 from paddle_recompute.errors import ConfigError
 
 
 @configured(
     number("--steps", 5, "Optimizer steps of each training run."),
     as_json,
-    interrupted="interrupted; all processes have ended",
+    interrupted="interrupted; all ranks have ended",
 )
 def parity(config_file: str, steps: int, as_json: bool, overrides: tuple[str, ...]) -> None:
     """Compare dygraph with the static graph.
 
     For example: paddle-recompute parity --config run.yaml --steps 10
 
-    Trains the first steps of FILE in both modes, with and without recompute, on one process and on
-    launch.num_ranks ranks, from the same weights on the same pairs. Compares losses, gradients and
-    parameters. Exits with code 1 if they differ by more than the tolerance, and names the first
-    parameter that differs.
+    Trains the first steps of FILE in both modes, with and without recompute, on launch.num_ranks
+    ranks, from the same weights on the same pairs. Compares losses, gradients and parameters. Exits
+    with code 1 if they differ by more than the tolerance, and names the first parameter that
+    differs.
 
-    The runs named "fleet" are the reference: dygraph with Paddle's own recompute and gradient
+    The run named "fleet" is the reference: dygraph with Paddle's own recompute and gradient
     synchronization (recompute.engine: fleet, sync.mode: fleet). Dygraph with recompute must equal
     the reference bit by bit on up to two ranks. If fleet cannot train FILE, the report says why.
     """
     config = load_config(config_file, overrides)
-    require_paddle_and_devices(config)
-    from paddle_recompute.app.parity import parity as compare_modes
+    if not config.recompute.enable:
+        raise ConfigError(
+            "recompute.enable: false: parity compares each mode with and without recompute; set "
+            "recompute.enable=true"
+        )
+    if config.contrastive.memory_budget is not None:
+        raise ConfigError(
+            "contrastive.memory_budget: parity does not measure how large the chunks may be; set "
+            "contrastive.chunk_tokens (a run in this configuration reports them) instead"
+        )
+    check_in_a_program(config, is_trained=True)
 
-    report = compare_modes(config, steps=steps)
-    click.echo(json.dumps(report.to_dict()) if as_json else str(report))
-    if report.faults:
-        sys.exit(1)
+    def compare(config: Config) -> dict[str, Any]:
+        from paddle_recompute.app.parity import train_and_compare
+
+        return train_and_compare(config, steps=steps, say=click.echo)
+
+    arguments = ["parity", "--config", config_file, "--steps", str(steps), *overrides]
+    _judge(config, arguments, compare, as_json=as_json)
 
 
 @configured(
@@ -59,7 +73,7 @@ def parity(config_file: str, steps: int, as_json: bool, overrides: tuple[str, ..
     click.option("--output", metavar="FILE", help="Where the report goes, a .json file."),
     click.option("--device", default=None, help="With --self-test: gpu, cpu, ..."),
     refused("--parity", "is gone: call paddle-recompute parity, too"),
-    click.option("--json", "as_json", is_flag=True, help="The report too, as the last line."),
+    as_json,
     required=False,
     interrupted="interrupted; all ranks have ended",
 )
@@ -89,37 +103,47 @@ def doctor(
         from paddle_recompute.app.doctor_runs import write_self_test
 
         file = Path(output or "paddle_recompute_self_test.json")
-        is_right = write_self_test(file, device=device, say=click.echo)
-        if as_json:
-            click.echo(json.dumps(read_json(file)))
-        sys.exit(0 if is_right else 1)
+        with words_apart(as_json):
+            result = write_self_test(file, device=device, say=click.echo)
+        return _end_with(result, as_json)
     if config_file is None:
         raise ConfigError("doctor needs --config FILE, or --self-test")
     if device is not None:
         raise ConfigError("--device is for --self-test; with --config set launch.device")
-    report = run_on_ranks(
-        load_config(config_file, overrides),
-        ["doctor", "--config", config_file, *overrides],
-        _examine,
-        start=_launch,
-        result="doctor.json",
-    )
-    if is_launched():
+
+    def examine(config: Config) -> dict[str, Any]:
+        from paddle_recompute.app.doctor_runs import examine
+
+        return examine(config, say=click.echo)
+
+    arguments = ["doctor", "--config", config_file, *overrides]
+    config = load_config(config_file, overrides)
+    _judge(config, arguments, examine, as_json=as_json, output=output)
+
+
+def _judge(
+    config: Config,
+    arguments: Sequence[str],
+    act: Callable[[Config], dict[str, Any]],
+    *,
+    as_json: bool,
+    output: str | None = None,
+) -> None:
+    """Print and write what `act` reports on the ranks, and end with its code."""
+    with words_apart(as_json):
+        report = run_on_ranks(config, arguments, act, start=_launch, result=f"{arguments[0]}.json")
+    if is_launched():  # the launcher goes on with it
         return
     if output and is_main_rank():
-        from paddle_recompute.app.doctor_runs import write_report
+        write_json(Path(output), report)
+    _end_with(report, as_json and is_main_rank())
 
-        write_report(Path(output), report)
-    if as_json and is_main_rank():
+
+def _end_with(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
         click.echo(json.dumps(report))
     if not report["ok"]:
         sys.exit(1)
-
-
-def _examine(config: Config) -> dict[str, Any]:
-    from paddle_recompute.app.doctor_runs import examine
-
-    return examine(config, say=click.echo)
 
 
 def _launch(config: Config, command: list[str]) -> None:

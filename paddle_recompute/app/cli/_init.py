@@ -6,21 +6,26 @@ import json
 import os
 import re
 import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
 import paddle_recompute.app
 from paddle_recompute._files import writing, written_whole
-from paddle_recompute.app.cli._process import as_json, command, prepare_one_process, tell_written
+from paddle_recompute.app.cli._process import (
+    as_json,
+    command,
+    prepare_one_process,
+    tell_written,
+    words_apart,
+)
 from paddle_recompute.app.config import load_config
 from paddle_recompute.errors import ConfigError, DataError
 
+_TEMPLATE = Path(__file__).with_name("run.yaml.j2")
 _FEWEST_PAIRS = 40
 _MOST_NEGATIVES = 4
 """Of each pair in a batch; a batch encodes all of them."""
@@ -28,8 +33,7 @@ _MOST_NEGATIVES = 4
 _TOKENS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]{1,4}|[^\w\s]")
 
 
-@dataclass(frozen=True)
-class _Machine:
+class _Machine(NamedTuple):
     """The devices of this machine; `card_bytes` is the memory of a GPU, 0 without one."""
 
     device: str
@@ -61,15 +65,16 @@ def init(pairs: str | None, name: str | None, output: str, as_json: bool) -> Non
         )
     if os.path.lexists(file):
         raise ConfigError(f"{file}: exists already; name another file with --output")
-    if name is not None:
-        text = _text_of(name)
-    elif pairs is not None:
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+    known = _shipped()
+    if pairs is not None:
+        with words_apart(as_json):
             click.echo(f"reading {pairs}")
             text = _fitted(Path(pairs), file)
+    elif name in known:
+        text = known[name].read_text(encoding="utf-8")
     else:
-        known = ", ".join(sorted(_shipped()))
-        raise ConfigError(f"init needs a file of pairs, or --from with one of: {known}")
+        unknown = "init needs a file of pairs, or --from" if name is None else f"--from {name}:"
+        raise ConfigError(f"{unknown} with one of: {', '.join(sorted(known))}")
     with tempfile.TemporaryDirectory() as folder:
         tried = Path(folder) / "run.yaml"
         tried.write_text(text, encoding="utf-8")
@@ -85,13 +90,6 @@ def _shipped() -> dict[str, Path]:
     app = Path(paddle_recompute.app.__path__[0])
     folders = (app / "fleet_configs", app.parents[1] / "fleet_configs")
     return {file.stem: file for folder in folders for file in folder.glob("*.yaml")}
-
-
-def _text_of(name: str) -> str:
-    found = _shipped()
-    if name not in found:
-        raise ConfigError(f"--from {name}: not known; the package has {', '.join(sorted(found))}")
-    return found[name].read_text(encoding="utf-8")
 
 
 def _this_machine() -> _Machine:
@@ -141,7 +139,7 @@ def _fitted(path: Path, file: Path) -> str:
     while per_rank > 2 and per_rank * machine.ranks * 4 > len(train):
         per_rank //= 2
     template = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    return template.from_string(_TEMPLATE).render(
+    return template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         pairs=path,
         file=shlex.quote(str(file)),
         count=count,
@@ -160,71 +158,6 @@ def _fitted(path: Path, file: Path) -> str:
         train_file=json.dumps(str(path.absolute()), ensure_ascii=False),
         output_dir=json.dumps(f"outputs/{file.stem}", ensure_ascii=False),
     )
-
-
-_TEMPLATE = """\
-# Made by `paddle-recompute init` for {{ pairs.name }}: {{ count }} pairs.
-# Every key: docs/configuration.md. All values, and where they come from:
-# paddle-recompute config show --config {{ file }}
-mode: dygraph                   # or static: the same training as a Program
-
-model:
-{% if machine.card_bytes %}
-  preset: base                  # ERNIE 3.0 Base, random weights
-  # init_from: model_state.pdparams   # pretrained weights
-{% else %}
-  preset: tiny                  # made narrower for a CPU
-  hidden_size: 128
-  num_heads: 4
-  intermediate_size: 256
-  max_position_embeddings: {{ [queries, positives] | max }}
-{% endif %}
-  pooling: mean                 # with random weights, cls starts with one vector for all texts
-
-recompute:
-  checkpoints: ["encoder.layers.*"]   # blocks whose activations are computed again
-
-# strategy:                     # half precision; float16 on cards before Ampere
-#   amp: true
-#   amp_configs: {dtype: bfloat16}
-
-contrastive:
-  global_batch: {{ per_rank * machine.ranks }}  # {{ machine.ranks }} x {{ per_rank }} pairs
-  temperature: 0.05             # the cosine similarities are divided by it
-  mask_false_negatives: true    # pairs with the same positive are no negatives of each other
-{% if most %}
-  hard_negatives: {{ hard_negatives }}  # drawn in each epoch; a pair has {{ least }} to {{ most }}
-{% if not least %}
-  fill: random                  # {{ without }} pairs have none: they get positives of other queries
-{% endif %}
-{% endif %}
-{% if budget %}
-  memory_budget: {{ budget }}GiB  # per GPU; how many tokens are encoded at once is measured
-{% endif %}
-
-data:
-  source: files
-  train_file: {{ train_file }}
-{% if skipped %}
-  on_bad_line: skip             # {{ skipped }} lines are no pairs
-{% endif %}
-  max_query_tokens: {{ queries }}  # 99 of 100 queries are about as long or shorter
-  max_positive_tokens: {{ positives }}
-  valid_pairs: {{ valid }}  # held out for the evaluation
-  pool_size: {{ pool }}  # texts among which a query is searched
-
-train:
-  num_epochs: 3
-  learning_rate: {{ "5.0e-5" if machine.card_bytes else "1.0e-3" }}
-  decay: linear
-  clip_grad_norm: 1.0
-  output_dir: {{ output_dir }}
-  resume: auto                  # goes on with the run in output_dir
-
-launch:
-  num_ranks: {{ machine.ranks }}
-  device: {{ machine.device }}
-"""
 
 
 def _longest(texts: Sequence[str]) -> int:

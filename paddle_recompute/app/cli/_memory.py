@@ -46,8 +46,8 @@ def estimate(**options: object) -> None:
 
     For example: paddle-recompute estimate --config run.yaml --what-if batch=4096,gpus=8
 
-    Peak, extra time and largest batch of a step of FILE. The calls of the blocks are measured on
-    small batches in this process; no data is read.
+    Peak and extra time of a step of FILE. The calls of the blocks are measured on small batches in
+    this process; no data is read.
     """
     _show_memory(**options, needs_budget=False)  # type: ignore[arg-type]
 

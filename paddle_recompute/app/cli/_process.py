@@ -5,8 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from functools import wraps
 from typing import Any
 
@@ -91,7 +98,7 @@ def refused(name: str, words: str) -> Option:
 
 def _settings(context: click.Context, argument: click.Parameter, begun: str) -> list[str]:
     """The settings that begin so, for the completion of a shell."""
-    return [f"{name}=" for name in setting_names() if name.startswith(begun)]
+    return [f"{name}=" for name in setting_names(Config) if name.startswith(begun)]
 
 
 @contextmanager
@@ -185,6 +192,11 @@ def run_on_ranks(
         require_paddle_and_devices(config)
         click.echo(start_line(config, chosen))
     return act(config)
+
+
+def words_apart(as_json: bool) -> AbstractContextManager[Any]:
+    """Inside, words go to standard error where standard output is for one JSON object."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
 def tell_written(path: object, words: str, as_json: bool, **figures: object) -> None:

@@ -2,10 +2,11 @@
 
 from paddle_recompute.app.config._data import DataConfig, default_cache_dir
 from paddle_recompute.app.config._model import ModelConfig
+from paddle_recompute.app.config._section import setting_names
 from paddle_recompute.app.config._strategy import StrategyConfig
 from paddle_recompute.app.config._sync import SyncConfig
 from paddle_recompute.app.config.library import check_in_a_program, schedule_of, sync_arguments
-from paddle_recompute.app.config.loading import Setting, load_config, load_settings, setting_names
+from paddle_recompute.app.config.loading import Setting, load_config, load_settings
 from paddle_recompute.app.config.schema import Config
 
 __all__ = [

@@ -9,21 +9,10 @@ from pydantic import Field
 
 from paddle_recompute.app.config._section import Broken, Section, Values
 from paddle_recompute.app.config._types import ByteCount, Count, Probability
+from paddle_recompute.options import apart, needs
 
 # As in CLIP, and as paddle_recompute.contrastive.loss.MAX_SCALE, which needs Paddle to be imported.
 SMALLEST_LEARNED_TEMPERATURE = 0.01
-
-
-def _chunks_are_named_once(v: Values) -> Broken:
-    if v["chunk_size"] is not None and v["chunk_tokens"] is not None:
-        yield (
-            "chunk_size",
-            f"cannot be combined with chunk_tokens = {v['chunk_tokens']}: a chunk is measured in "
-            "pairs or in tokens; remove one of the two",
-        )
-    for name in ("chunk_size", "chunk_tokens"):
-        if v["memory_budget"] is not None and v[name] is not None:
-            yield name, "cannot be combined with memory_budget, which measures it; remove either"
 
 
 def _learned_temperature_starts_in_its_range(v: Values) -> Broken:
@@ -33,11 +22,6 @@ def _learned_temperature_starts_in_its_range(v: Values) -> Broken:
             f"must be at least {SMALLEST_LEARNED_TEMPERATURE} with learnable_temperature, which "
             "never goes below that",
         )
-
-
-def _fills_hard_negatives(v: Values) -> Broken:
-    if v["fill"] == "random" and not v["hard_negatives"]:
-        yield "fill", "has no effect without hard_negatives; set it"
 
 
 def _dims_differ(v: Values) -> Broken:
@@ -81,9 +65,10 @@ class ContrastiveConfig(Section):
 
     rules = (
         _dims_differ,
-        _fills_hard_negatives,
-        _chunks_are_named_once,
         _learned_temperature_starts_in_its_range,
+        *needs("hard_negatives", "fill"),
+        *apart("chunk_tokens", "chunk_size", because="a chunk is measured in either"),
+        *apart("memory_budget", "chunk_size", "chunk_tokens", because="it measures them"),
     )
 
     global_batch: Count = Field(

@@ -9,8 +9,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from paddle_recompute.app.config._section import Broken, Section, Values, default_of
+from paddle_recompute.app.config._section import Broken, Section, Values
 from paddle_recompute.app.config._types import ByteCount, Count, UserPath
+from paddle_recompute.options import apart
 
 
 def default_cache_dir() -> Path:
@@ -18,20 +19,9 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("PADDLE_RECOMPUTE_CACHE") or "~/.cache/paddle_recompute")
 
 
-def _source_names_its_files(v: Values) -> Broken:
+def _source_names_its_file(v: Values) -> Broken:
     if v["source"] == "files" and v["train_file"] is None:
         yield "train_file", "required with source: files; a .tsv or .jsonl file"
-    for name in ("train_file", "valid_file"):
-        if v["source"] == "cedict" and v[name] is not None:
-            yield name, "is not used with source: cedict; remove it"
-
-
-def _valid_file_or_held_out(v: Values) -> Broken:
-    if v["valid_file"] is not None and v["valid_pairs"] != default_of(DataConfig, "valid_pairs"):
-        yield (
-            "valid_pairs",
-            "has no effect with valid_file, whose pairs are all evaluated; remove it",
-        )
 
 
 class DataConfig(Section):
@@ -60,7 +50,11 @@ class DataConfig(Section):
             the special tokens are 453 entries of it.
     """
 
-    rules = (_source_names_its_files, _valid_file_or_held_out)
+    rules = (
+        _source_names_its_file,
+        *apart("source=cedict", "train_file", "valid_file"),
+        *apart("valid_file", "valid_pairs", because="all its pairs are evaluated"),
+    )
     refused_keys: ClassVar[Mapping[str, str]] = {
         "num_workers": "was removed: batches are made from tokens that are in "
         "memory; delete the line"

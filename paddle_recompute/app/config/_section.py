@@ -32,7 +32,7 @@ from pydantic_core.core_schema import (
 )
 
 from paddle_recompute.app.config._types import Count
-from paddle_recompute.options import Options
+from paddle_recompute.options import Options, Rule
 
 MISSING = "missing"  # pydantic's error type for a required field that is not given
 FAULT = "fault"  # error type of everything else that is worded here
@@ -54,18 +54,24 @@ class Values:
         self._sound = sound
 
     def __getitem__(self, path: str) -> Any:
-        section: type[Section] | None = self._section
+        self.default(path)  # whether there is such a field, whatever is sound
         value: Any = self._sound
-        is_sound = True
         for name in path.split("."):
-            if section is None or name not in section.model_fields:
-                raise AssertionError(f"{self._section.__name__} has no field {path!r}")
-            section = subsection(section, name)
-            is_sound = is_sound and name in value
-            value = value[name] if is_sound else None
-        if not is_sound:
-            raise FaultyValue(path)
+            if name not in value:
+                raise FaultyValue(path)
+            value = value[name]
         return value
+
+    def default(self, path: str) -> Any:
+        """What the value is where the file does not give it."""
+        *sections, name = path.split(".")
+        section: type[Section] | None = self._section
+        for one in sections:
+            section = subsection(section, one) if section else None
+        if section is None or name not in section.model_fields:
+            raise AssertionError(f"{self._section.__name__} has no field {path!r}")
+        inner = subsection(section, name)
+        return sound_values(inner, {}, ()) if inner else default_of(section, name)
 
 
 class FaultyValue(Exception):
@@ -79,7 +85,7 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
     )
 
-    rules: ClassVar[tuple[Callable[[Any], Iterable[tuple[Any, ...]]], ...]] = ()
+    rules: ClassVar[tuple[Rule, ...]] = ()
     unknown_key: ClassVar[str] = "unknown key"
     # Keys that a reader may well expect here, with the words that say why they are refused.
     refused_keys: ClassVar[Mapping[str, str]] = {}
@@ -158,7 +164,7 @@ class Section(BaseModel):
     def _broken_rules(cls, values: Values) -> Iterator[InitErrorDetails]:
         for rule in cls.rules:
             try:
-                broken = [(path, message, values[path]) for path, *_, message in rule(values)]
+                broken = [(path, message, values[path]) for path, message in rule(values)]
             except FaultyValue:
                 continue
             for path, message, value in broken:
@@ -225,6 +231,16 @@ def subsection(section: type[Section], name: str) -> type[Section] | None:
         return None
     kind = next((one.section for one in field.metadata if isinstance(one, Holds)), field.annotation)
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def setting_names(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """The dotted path of every setting, in the order of the sections."""
+    for name in section.model_fields:
+        inner = subsection(section, name)
+        if inner is None:
+            yield prefix + name
+        else:
+            yield from setting_names(inner, f"{prefix}{name}.")
 
 
 def default_of(section: type[Section], name: str) -> Any:

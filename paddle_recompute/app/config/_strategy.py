@@ -7,20 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from paddle_recompute.app.config._section import (
-    Broken,
-    Holds,
-    Section,
-    Values,
-    section_of,
-    sound_values,
-    subsection,
-)
+from paddle_recompute.app.config._section import Holds, Section, section_of
 from paddle_recompute.app.config._types import Count
-from paddle_recompute.options import PURE, AmpConfigs
+from paddle_recompute.options import PURE, AmpConfigs, apart, needs
 
-STATIC_AMP = ("custom_black_varnames", "use_fp16_guard", "use_optimizer_fp16")
-"""Fields of AmpConfigs that only the static graph has."""
 _SPLIT_MODEL = (
     "the model is replicated on every rank; to split a model over ranks, use Paddle's fleet"
 )
@@ -126,38 +116,6 @@ class ShardingConfigs(Section):
     stage: Literal[1] = 1
 
 
-def _configs_need_their_switch(v: Values) -> Broken:
-    for name in ("amp", "lamb", "lars"):
-        section = subsection(StrategyConfig, f"{name}_configs")
-        assert section is not None
-        if not v[name] and v[f"{name}_configs"] != sound_values(section, {}, ()):
-            yield f"{name}_configs", f"has no effect while {name} is false; remove it"
-    k_steps = v["gradient_merge_configs.k_steps"]
-    if not v["gradient_merge"] and k_steps != 1:
-        yield (
-            "gradient_merge_configs.k_steps",
-            "has no effect while gradient_merge is false; set gradient_merge: true",
-        )
-    if v["gradient_merge"] and k_steps == 1:
-        yield (
-            "gradient_merge",
-            "has no effect while gradient_merge_configs.k_steps is 1; set the number of "
-            "micro-batches there, or gradient_merge: false",
-        )
-
-
-def _one_optimizer(v: Values) -> Broken:
-    for name in ("lamb", "lars"):
-        if v[name] and v["amp"] and v["amp_configs.level"] == "O2":
-            yield (
-                name,
-                "is not supported with amp level O2, whose float32 master weights Adam and AdamW "
-                "keep here; use level O1",
-            )
-    if v["lamb"] and v["lars"]:
-        yield "lars", "contradicts lamb: true; there is one optimizer"
-
-
 class StrategyConfig(Section):
     """The supported fields of `fleet.DistributedStrategy`; all others are refused.
 
@@ -178,7 +136,19 @@ class StrategyConfig(Section):
             warning reports the first such step. The gradients are exact in both cases.
     """
 
-    rules = (_configs_need_their_switch, _one_optimizer)
+    rules = (
+        *needs("amp=true", "amp_configs"),
+        *needs("lamb=true", "lamb_configs"),
+        *needs("lars=true", "lars_configs"),
+        *needs("gradient_merge=true", "gradient_merge_configs.k_steps"),
+        *needs("gradient_merge_configs.k_steps", "gradient_merge"),
+        *apart("lamb", "lars", because="there is one optimizer"),
+        *apart(
+            "amp_configs.level=O2 & amp=true",
+            *("lamb", "lars"),
+            because="Adam and AdamW keep float32 master weights here; use level O1",
+        ),
+    )
     unknown_key = _NOT_HONOURED
     refused_keys: ClassVar[Mapping[str, str]] = {
         name: f"{_NOT_HONOURED}: {words}" for name, words in _REFUSED.items()

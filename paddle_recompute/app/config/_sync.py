@@ -8,13 +8,7 @@ from pydantic import Field
 
 from paddle_recompute.app.config._section import Broken, Section, Values
 from paddle_recompute.app.config._types import Count
-
-
-def _settings_have_an_effect(v: Values) -> Broken:
-    if v["compression"] == "none" and not v["error_feedback"]:
-        yield "error_feedback", "has no effect with compression: none; remove it"
-    if v["compression"] != "none" and v["mode"] == "fleet":
-        yield "compression", "is not supported by mode: fleet; use none"
+from paddle_recompute.options import apart, needs
 
 
 def _peers_before_stalls(v: Values) -> Broken:
@@ -37,7 +31,11 @@ class SyncConfig(Section):
         stall_timeout: Longest wait for a rank that is alive but late, in seconds.
     """
 
-    rules = (_settings_have_an_effect, _peers_before_stalls)
+    rules = (
+        _peers_before_stalls,
+        *needs("compression", "error_feedback"),
+        *apart("mode=fleet", "compression"),
+    )
     refused_values: ClassVar[Any] = {
         "compression": {
             "fp16": "float16 overflows beyond 65504, and gloo's sum of float16 is wrong; use bf16, "

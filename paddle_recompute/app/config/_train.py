@@ -7,27 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paddle_recompute.app.config._section import Broken, Section, Values, default_of
+from paddle_recompute.app.config._section import Broken, Section, Values
 from paddle_recompute.app.config._types import Count, UserPath
+from paddle_recompute.options import apart, needs
 
 
 def _has_an_end(v: Values) -> Broken:
     if v["max_steps"] is None and v["num_epochs"] is None:
         yield "max_steps", "required if num_epochs is not given"
-
-
-def _removes_or_goes_on(v: Values) -> Broken:
-    if v["overwrite"] and v["resume"] is True:
-        yield (
-            "overwrite",
-            "removes the run that train.resume: true goes on with; remove one of them",
-        )
-
-
-def _watches_what_is_evaluated(v: Values) -> Broken:
-    for name in ("patience", "best_metric"):
-        if v["eval_every"] is None and v[name] != default_of(TrainConfig, name):
-            yield name, "has no effect without eval_every; set it"
 
 
 class TrainConfig(Section):
@@ -74,7 +61,11 @@ class TrainConfig(Section):
         eval_before: True: the untrained model is evaluated too.
     """
 
-    rules = (_has_an_end, _removes_or_goes_on, _watches_what_is_evaluated)
+    rules = (
+        _has_an_end,
+        *needs("eval_every", "patience", "best_metric"),
+        *apart("resume=true", "overwrite", because="it removes the run to go on with"),
+    )
 
     max_steps: Count | None = None
     num_epochs: Count | None = None

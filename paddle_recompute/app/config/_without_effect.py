@@ -7,54 +7,37 @@ and many, with recompute and, by an override, without. So it is said, once, when
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
-from paddle_recompute.app.config._section import default_of, subsection
+from paddle_recompute.app.config._section import Values, setting_names
+from paddle_recompute.options import in_yaml
 
 if TYPE_CHECKING:
     from paddle_recompute.app.config.schema import Config
 
 _UNUSED = "strategy.find_unused_parameters"
 _BUCKETS = "strategy.fuse_grad_size_in_MB"
+_SWITCH = "recompute.enable"
 
 
 def without_effect(config: Config) -> list[str]:
     """A sentence for each setting that is not at its default and has no effect."""
-    alone, is_plain = config.world_size == 1, not config.recompute.enable
-    is_fleet = config.sync.mode == "fleet" and not alone
-    is_static = config.mode == "static"
-    chunk, pairs = config.contrastive.chunk_size, config.local_batch
+    v = Values(type(config), config.model_dump())
+    alone, is_plain, is_static = config.world_size == 1, not v[_SWITCH], v["mode"] == "static"
+    is_fleet = v["sync.mode"] == "fleet" and not alone
+    chunk, pairs = v["contrastive.chunk_size"], config.local_batch
     file = config.tokenizer_file
-    found: list[tuple[bool, str, str]] = [
-        *[
-            (alone, path, "there is one rank, which sends its gradients to nobody")
-            for path in (*_of(config, "sync"), _BUCKETS, _UNUSED)
-        ],
+    rows = (
+        (alone, f"sync.* {_BUCKETS} {_UNUSED}", "there is one rank, which sends no gradients"),
         (alone, "strategy.sharding", "there is one rank, which has the whole optimizer state"),
         (alone, "contrastive.negatives", "there is one rank, whose pairs are all there are"),
         (is_fleet, _BUCKETS, "sync.mode is fleet, which has buckets of 128 MiB"),
+        (is_fleet, _UNUSED, "sync.mode is fleet: the ranks exchange which gradients there are"),
+        (is_plain, "recompute.* train.measure_plain", "recompute.enable is false"),
+        (is_static and not alone, _UNUSED, "a Program has a gradient of every parameter"),
         (
-            is_fleet,
-            _UNUSED,
-            "sync.mode is fleet: in every step the ranks exchange which gradients there are",
-        ),
-        *[
-            (is_plain and path != "recompute.enable", path, "recompute.enable is false")
-            for path in _of(config, "recompute")
-        ],
-        (
-            is_plain,
-            "train.measure_plain",
-            "recompute.enable is false, so the step that is trained is the plain one",
-        ),
-        (
-            is_static and not alone,
-            _UNUSED,
-            "a Program has a gradient of every parameter, which its operators average",
-        ),
-        (
-            not is_static and config.train.compile == "none",
+            not is_static and v["train.compile"] == "none",
             "train.verify",
             "mode is dygraph and train.compile is none, so there is no Program to compare",
         ),
@@ -63,38 +46,13 @@ def without_effect(config: Config) -> list[str]:
             "contrastive.chunk_size",
             f"a rank has {pairs} pairs, which are one chunk, and are encoded twice for nothing",
         ),
-        (
-            config.data.source == "cedict",
-            "data.on_bad_line",
-            "the file that is mined has no bad line",
-        ),
-        (
-            file is not None,
-            "data.vocab_size",
-            f"the tokenizer {file} has its own vocabulary",
-        ),
-    ]
+        (v["data.source"] == "cedict", "data.on_bad_line", "the file that is mined has none"),
+        (file is not None, "data.vocab_size", f"the tokenizer {file} has its own vocabulary"),
+    )
     return [
-        f"{path}: {_shown(value)} has no effect here: {reason}"
-        for holds, path, reason in found
-        if holds
-        for value in _changed(config, path)
+        f"{path}: {in_yaml(v[path])} has no effect here: {reason}"
+        for holds, patterns, reason in rows
+        for path in (setting_names(type(config)) if holds else ())
+        if any(fnmatchcase(path, one) for one in patterns.split()) and path != _SWITCH
+        if v[path] != v.default(path)
     ]
-
-
-def _of(config: Config, section: str) -> list[str]:
-    kind = subsection(type(config), section)
-    return [f"{section}.{name}" for name in kind.model_fields] if kind else []
-
-
-def _changed(config: Config, path: str) -> Iterator[Any]:
-    section, _, name = path.partition(".")
-    kind = subsection(type(config), section)
-    value = getattr(getattr(config, section), name)
-    if kind and value != default_of(kind, name):
-        yield value
-
-
-def _shown(value: Any) -> str:
-    """As in YAML."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

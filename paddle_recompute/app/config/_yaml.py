@@ -26,14 +26,6 @@ _FLOAT = re.compile(
 _REPLACED = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp", "value")}
 
 
-class _RefusedError(Exception):
-    """What is wrong, and where."""
-
-    def __init__(self, mark: yaml.Mark | None, text: str) -> None:
-        super().__init__(text)
-        self.mark = mark
-
-
 class _Loader(yaml.SafeLoader):
     """Safe YAML in the dialect of this module; ``1e-4`` is a number, as in Python."""
 
@@ -48,21 +40,19 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()  # type: ignore[no-untyped-call]
         meant = self.anchors.get(event.anchor) if isinstance(event, yaml.AliasEvent) else None
         if isinstance(meant, yaml.CollectionNode):
-            raise _RefusedError(
-                event.start_mark, f"the alias *{event.anchor} stands for more than one value"
-            )
+            raise _fault(f"the alias *{event.anchor} stands for more than one value", event)
         if getattr(event, "tag", None) is not None:
-            raise _RefusedError(
-                event.start_mark,
-                f"is not valid YAML: could not determine a constructor for the tag {event.tag!r}: "
-                "tags are not supported; remove it",
-            )
+            raise _fault(f"the tag {event.tag!r} is not supported; remove it", event)
+        if self.depth == _DEEPEST:
+            raise _fault(f"nested deeper than {_DEEPEST} levels", event)
         self.depth += 1
-        if self.depth > _DEEPEST:
-            raise _RefusedError(event.start_mark, f"is nested deeper than {_DEEPEST} levels")
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+
+def _fault(words: str, place: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=words, problem_mark=place.start_mark)
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
@@ -82,28 +72,17 @@ def parse(text: str, name: str, *, has_lines: bool = True) -> tuple[Any, dict[st
     """
     try:
         if len(text) > LARGEST:
-            raise _RefusedError(None, f"has {len(text)} characters; at most {LARGEST} are read")
+            raise yaml.YAMLError(f"{len(text)} characters; at most {LARGEST} are read")
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        places = dict(_places(node))
-        return loader.construct_document(node), places
-    except _RefusedError as error:
-        mark, fault = error.mark, str(error)
-        at = f", line {mark.line + 1}" if mark else ""
-    except yaml.YAMLError as error:
-        mark, fault = getattr(error, "problem_mark", None), f"is not valid YAML: {_problem(error)}"
-        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-    except (ValueError, OverflowError) as error:  # a number of 5,000 digits
-        at, fault = "", f"is not valid YAML: {str(error)[:200]}"
-    raise ConfigError(f"{name}{at}: {fault}" if has_lines else f"{name} {fault}")
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.reader.ReaderError):
-        return f"the character {error.character!r} at position {error.position} is not allowed"
-    return str(getattr(error, "problem", None) or error)[:200]
+        return loader.construct_document(node), dict(_places(node))
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a number of 5,000 digits, too
+        mark = getattr(error, "problem_mark", None)
+        at = f", line {mark.line + 1}, column {mark.column + 1}:" if mark and has_lines else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    raise ConfigError(f"{name}{at} is not valid YAML: {problem[:200]}")
 
 
 def _places(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -114,11 +93,8 @@ def _places(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in node.value:
         word, line = str(key.value), key.start_mark.line + 1
         if word in first_lines:
-            raise _RefusedError(
-                key.start_mark,
-                f"the key {prefix}{word} is given twice (first in line {first_lines[word]}); "
-                "remove one of them",
-            )
+            first = f"first in line {first_lines[word]}"
+            raise _fault(f"the key {prefix}{word} is given twice ({first}); remove either", key)
         first_lines[word] = line
         yield prefix + word, f"line {line}"
         yield from _places(value, f"{prefix}{word}.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paddle_recompute.app.config._section import Values
-from paddle_recompute.app.config._whole_step import not_in_a_program
+from paddle_recompute.app.config._together import IN_A_PROGRAM
 from paddle_recompute.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def check_in_a_program(config: Config, *, is_trained: bool = False) -> None:
         ConfigError: There is such a setting; the message lists all.
     """
     values = Values(type(config), {**config.model_dump(), "mode": "static"})
-    rules = type(config).rules if is_trained else (not_in_a_program,)
+    rules = type(config).rules if is_trained else IN_A_PROGRAM
     faults = [(path, words) for rule in rules for path, words in rule(values)]
     if faults:
         told = "\n".join(f"  {path}: {values[path]}: {words}" for path, words in faults)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from paddle_recompute.app.config._model import PRESETS
-from paddle_recompute.app.config._section import MISSING, Section, Values, allowed, subsection
+from paddle_recompute.app.config._section import MISSING, Values, allowed, setting_names
 from paddle_recompute.app.config._yaml import LARGEST, parse
 from paddle_recompute.app.config.schema import Config
 from paddle_recompute.errors import ConfigError
@@ -85,17 +85,7 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> list[Setti
         return f"preset {config.model.preset}" if is_of_preset else "default"
 
     values = Values(Config, config.to_dict())
-    return [Setting(name, values[name], told(name)) for name in setting_names()]
-
-
-def setting_names(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
-    """The dotted path of every setting, in the order of the sections."""
-    for name in section.model_fields:
-        inner = subsection(section, name)
-        if inner is None:
-            yield prefix + name
-        else:
-            yield from setting_names(inner, f"{prefix}{name}.")
+    return [Setting(name, values[name], told(name)) for name in setting_names(Config)]
 
 
 def _load(path: str | Path, overrides: Sequence[str]) -> tuple[Config, _Source]:

@@ -15,25 +15,12 @@ from paddle_recompute.app.config import library
 from paddle_recompute.app.config._contrastive import ContrastiveConfig
 from paddle_recompute.app.config._data import DataConfig
 from paddle_recompute.app.config._model import ModelConfig
-from paddle_recompute.app.config._section import (
-    Broken,
-    Holds,
-    Section,
-    Values,
-    default_of,
-    section_of,
-)
-from paddle_recompute.app.config._strategy import STATIC_AMP, AmpSection, StrategyConfig
+from paddle_recompute.app.config._section import Broken, Holds, Section, Values, section_of
+from paddle_recompute.app.config._strategy import StrategyConfig
 from paddle_recompute.app.config._sync import SyncConfig
+from paddle_recompute.app.config._together import WHAT_GOES_TOGETHER
 from paddle_recompute.app.config._train import TrainConfig
 from paddle_recompute.app.config._types import ByteCount, Count
-from paddle_recompute.app.config._whole_step import (
-    compiled_in_dygraph,
-    followed_by_a_program,
-    lamb_and_lars_have_their_own_decay,
-    parameters_leave_in_dygraph,
-    sharded_in_dygraph,
-)
 from paddle_recompute.app.config._without_effect import without_effect
 from paddle_recompute.options import AUTO, RecomputeConfig
 
@@ -60,6 +47,16 @@ def _auto_is_a_list(given: Any) -> Any:
     return [AUTO] if given == AUTO else given
 
 
+def _a_shard_for_each_rank(v: Values) -> Broken:
+    ranks = v["launch.num_ranks"] * v["launch.num_nodes"]
+    if v["recompute.offload_parameters"] == "ranks" and v["recompute.num_shards"] < ranks:
+        yield (
+            "recompute.num_shards",
+            f"must be at least the number of ranks, {ranks}, with offload_parameters: ranks; best "
+            "is a multiple of it",
+        )
+
+
 def _batch_divides(v: Values) -> Broken:
     ranks, nodes = v["launch.num_ranks"], v["launch.num_nodes"]
     k_steps, batch = v["strategy.gradient_merge_configs.k_steps"], v["contrastive.global_batch"]
@@ -77,18 +74,6 @@ def _batch_divides(v: Values) -> Broken:
             f"gives each of {parts} micro-batches 1 pair, which has no negatives; must be at least "
             f"{2 * parts}",
         )
-
-
-def _chunks_instead_of_micro_batches(v: Values) -> Broken:
-    k_steps = v["strategy.gradient_merge_configs.k_steps"]
-    for name in ("chunk_size", "chunk_tokens", "memory_budget"):
-        if k_steps > 1 and v[f"contrastive.{name}"] is not None:
-            yield (
-                "strategy.gradient_merge_configs.k_steps",
-                f"cannot be combined with contrastive.{name}: {k_steps} micro-batches have "
-                f"{k_steps} separate losses, while chunks share one loss over all pairs and bound "
-                "the memory too; remove gradient_merge",
-            )
 
 
 def _a_chunk_holds_a_text(v: Values) -> Broken:
@@ -112,27 +97,6 @@ def _largest_dim_is_the_vector(v: Values) -> Broken:
         yield (
             "contrastive.matryoshka_dims",
             f"must have model.hidden_size = {size} as its largest: behind it nothing is trained",
-        )
-
-
-def _dygraph_has_no_static_amp(v: Values) -> Broken:
-    for name in STATIC_AMP:
-        path = f"strategy.amp_configs.{name}"
-        changed = v[path] != default_of(AmpSection, name)
-        if v["mode"] == "dygraph" and v["strategy.amp"] and changed:
-            yield path, "is a setting of the static graph; remove it in mode: dygraph"
-
-
-def _replans_what_is_planned(v: Values) -> Broken:
-    if v["train.on_oom"] != "replan":
-        return
-    if v["recompute.policy"] != "budget" or not v["recompute.enable"]:
-        yield "train.on_oom", "needs recompute.policy: budget"
-    if v["mode"] != "dygraph":
-        yield (
-            "train.on_oom",
-            "is for mode: dygraph; a Program updates its parameters in the run that ran out of "
-            "memory, which may have updated some of them",
         )
 
 
@@ -161,18 +125,12 @@ class Config(Section):
     """
 
     rules = (
-        followed_by_a_program,
-        _replans_what_is_planned,
-        parameters_leave_in_dygraph,
-        sharded_in_dygraph,
-        compiled_in_dygraph,
-        lamb_and_lars_have_their_own_decay,
+        *WHAT_GOES_TOGETHER,
+        _a_shard_for_each_rank,
         _batch_divides,
-        _chunks_instead_of_micro_batches,
         _a_chunk_holds_a_text,
         _texts_fit_the_model,
         _largest_dim_is_the_vector,
-        _dygraph_has_no_static_amp,
     )
 
     mode: Literal["dygraph", "static"] = "dygraph"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from paddle_recompute.app.config import Config
 from paddle_recompute.app.data.distinct import distinct_batches, text_numbers
 from paddle_recompute.app.data.negatives import HardNegatives
-from paddle_recompute.app.data.pairs import Pair
-from paddle_recompute.app.data.tokenizer import PairTokenizer, TokenRows
+from paddle_recompute.app.data.prepare import PreparedData
+from paddle_recompute.app.data.tokenizer import TokenRows
+from paddle_recompute.errors import DataError
 
 if TYPE_CHECKING:
     import paddle
@@ -46,7 +48,7 @@ class PairLoader:
         self._epoch = epoch
 
     def __len__(self) -> int:
-        """Batches in an epoch, the same on all ranks; 0 if the pairs do not fill one."""
+        """Batches in an epoch, the same on all ranks."""
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[dict[str, paddle.Tensor]]:
@@ -112,56 +114,38 @@ class PairLoader:
 
 
 def build_loader(
-    pairs: Sequence[Pair],
-    tokenizer: PairTokenizer,
-    *,
-    local_batch: int,
-    rank: int,
-    num_ranks: int,
-    seed: int,
-    max_query_tokens: int,
-    max_positive_tokens: int,
-    hard_negatives: int = 0,
-    fill: bool = False,
-    with_ids: bool = False,
-    no_duplicates: bool = False,
-    prompts: tuple[str, str] = ("", ""),
+    config: Config, data: PreparedData, rank: int, *, local_batch: int | None = None
 ) -> PairLoader:
-    """Tokenize all texts once, and make the loader of one rank.
+    """Tokenize all training texts once, and make the loader of `rank`.
 
     The tokens stay in memory, 4 bytes each.
 
     Args:
-        pairs: The same on every rank, in the same order.
-        tokenizer: The same on every rank.
-        local_batch: Pairs per batch of this rank.
+        config: Of the run.
+        data: The same on every rank.
         rank: This rank, from 0.
-        num_ranks: Number of ranks.
-        seed: Seed of the order of the pairs and of the draw of negatives.
-        max_query_tokens: The most tokens of a query, special tokens included.
-        max_positive_tokens: The most tokens of a positive or negative, special tokens included.
-        hard_negatives: Negatives of each pair in a batch, drawn anew in each epoch.
-        fill: Whether positives of other queries take the place of negatives that a pair lacks.
-        with_ids: Whether batches have ids of the positives and negatives.
-        no_duplicates: Whether no two pairs of a global batch have an equal query or positive.
-        prompts: What is put before each query, and before each positive and negative.
+        local_batch: Pairs of a rank in a batch; None: as many as `config` says.
 
     Raises:
-        DataError: A pair has too few negatives.
+        DataError: A pair has too few negatives, or the pairs do not fill one batch.
     """
-    of_query, of_document = prompts
-    queries = [of_query + pair.query for pair in pairs]
-    positives = [of_document + pair.positive for pair in pairs]
+    section, limits, pairs = config.contrastive, config.data, data.train
+    of_query, of_document = config.model.prompts
+
+    def tokenized(prompt: str, texts: Iterable[str], longest: int) -> TokenRows:
+        return data.tokenizer.tokenize([prompt + text for text in texts], longest)
+
+    longest = limits.max_positive_tokens
     texts = {
-        "query": tokenizer.tokenize(queries, max_query_tokens),
-        "positive": tokenizer.tokenize(positives, max_positive_tokens),
+        "query": tokenized(of_query, (one.query for one in pairs), limits.max_query_tokens),
+        "positive": tokenized(of_document, (one.positive for one in pairs), longest),
     }
-    negatives = HardNegatives(pairs, hard_negatives, fill=fill) if hard_negatives else None
-    if negatives is not None:
-        prompted = [of_document + text for text in negatives.texts]
-        texts["negatives"] = tokenizer.tokenize(prompted, max_positive_tokens)
+    negatives = None
+    if section.hard_negatives:
+        negatives = HardNegatives(pairs, section.hard_negatives, fill=section.fill == "random")
+        texts["negatives"] = tokenized(of_document, negatives.texts, longest)
     ids = {}
-    if with_ids:
+    if section.mask_false_negatives:
         from paddle_recompute.contrastive import text_ids
 
         ids["positive"] = text_ids(pair.positive for pair in pairs).numpy()
@@ -169,12 +153,19 @@ def build_loader(
             ids["negative"] = text_ids(negatives.texts).numpy()
     sampler = RankSampler(
         len(pairs),
-        local_batch=local_batch,
+        local_batch=local_batch or config.local_batch,
         rank=rank,
-        num_ranks=num_ranks,
-        seed=seed,
-        texts=text_numbers(pairs) if no_duplicates else None,
+        num_ranks=config.world_size,
+        seed=config.train.seed,
+        texts=text_numbers(pairs) if limits.no_duplicates else None,
     )
+    if len(sampler) == 0:
+        why = "; data.no_duplicates: true puts no query or positive into a batch twice"
+        raise DataError(
+            f"{len(pairs)} training pairs do not fill one batch of contrastive.global_batch = "
+            f"{section.global_batch}; give more pairs or lower it"
+            + (why if limits.no_duplicates else "")
+        )
     return PairLoader(texts, ids, negatives, sampler)
 
 

@@ -28,7 +28,6 @@ from paddle_recompute.app.data.tokenizer import (
 from paddle_recompute.errors import DataError
 
 _SHOWN_REASONS = 5
-NO_NEGATIVES = (0, 0)
 
 
 class Source(NamedTuple):
@@ -80,52 +79,48 @@ def check_files(config: Config) -> None:
 
 
 def prepare_data(
-    config: DataConfig,
-    *,
-    seed: int,
-    is_main_rank: bool,
+    run: Config,
+    rank: int,
     barrier: Callable[[], None],
-    negatives: tuple[float, float] = NO_NEGATIVES,
+    *,
     tokenizer_file: Path | None = None,
     compare: Callable[[Mapping[str, Source]], None] | None = None,
-    prompts: tuple[str, str] = ("", ""),
 ) -> PreparedData:
-    """Read, split and tokenize; slow results are computed once and kept in ``config.cache_dir``.
+    """Read, split and tokenize; slow results are computed once and kept in ``data.cache_dir``.
 
-    The main rank mines the pairs (``source: cedict``) and trains the tokenizer while the others
+    Rank 0 mines the pairs (``source: cedict``) and trains the tokenizer while the others
     wait at `barrier`; then all ranks read the same files. Errors in the user's own files are raised
     on every rank, before any rank waits.
 
     Args:
-        config: The section ``data``.
-        seed: Decides which groups are held out and which training positives fill the pool.
-        is_main_rank: True on exactly one rank.
+        run: The configuration. ``train.seed`` decides which groups are held out and which training
+            positives fill the pool.
+        rank: This rank.
         barrier: Returns when all ranks have called it.
-        negatives: The least and the largest number of hard negatives of a training pair.
-        tokenizer_file: The vocabulary, of ``Config.tokenizer_file`` or a resumed run; None: it is
-            trained on the pairs.
+        tokenizer_file: The vocabulary of a resumed run; None: that of `run`, or it is trained on
+            the pairs.
         compare: Called on every rank with what `PreparedData.sources` will be, before a vocabulary
             is trained and again with the tokenizer; may raise.
-        prompts: What is put before each query, and before each other text.
 
     Raises:
         DataError: The pairs cannot be used or are too few, or the ranks have different cache
             folders.
         DependencyError: A package that the source needs is not installed.
     """
-    account = _Account()
+    account, config, seed, is_main_rank = _Account(), run.data, run.train.seed, rank == 0
     if config.source == "cedict":
         train_file = _mine(config, is_main_rank, barrier, account)
     elif config.train_file is not None:
         train_file = config.train_file
     else:
         raise DataError("data.source is files, but data.train_file is not given")
-    split = _split(config, train_file, seed, account, negatives)
+    split = _split(config, train_file, seed, account, run.contrastive.negatives_of_a_line)
     account.sources["split"] = Source(str(train_file), digest_of(split))
     if compare is not None:
         compare(account.sources)
     pool = build_pool(split, config.pool_size, seed)
-    of_query, of_document = prompts
+    of_query, of_document = run.model.prompts
+    tokenizer_file = tokenizer_file or run.tokenizer_file
     texts = [
         text
         for pair in split.train

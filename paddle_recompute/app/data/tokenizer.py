@@ -225,13 +225,7 @@ def _from_entries(tokenizers: types.ModuleType, path: Path) -> str:
     if len(vocab) < len(entries):
         twice = next(entry for number, entry in enumerate(entries) if vocab[entry] != number)
         raise ValueError(f"the entry {twice!r} appears twice")
-    model = tokenizers.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100)
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(**_settings(path, entries))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = _around(tokenizers, vocab)
-    tokenizer.decoder = tokenizers.decoders.WordPiece()
-    tokenizer.add_special_tokens([one for one in SPECIAL_TOKENS if one in vocab])
+    tokenizer = tokenizers.BertWordPieceTokenizer(vocab, **_settings(path, entries))
     return str(tokenizer.to_str(pretty=True))
 
 

@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -105,9 +105,8 @@ def launch(config: Config, command: Sequence[str]) -> None:
             failed = _run(ranks, said)
         finally:
             _end(ranks, said)
-            _add_tracebacks(log_dir)
     if failed is not None:
-        raise _failure(log_dir, failed, [rank.returncode for rank in ranks])
+        raise _failure(log_dir, failed, ranks[failed].returncode)
 
 
 def require_paddle_and_devices(config: Config) -> None:
@@ -125,25 +124,15 @@ def require_paddle_and_devices(config: Config) -> None:
         import paddle
 
     wanted = config.launch.num_ranks
-    asked = (
-        f"the configuration asks for {wanted} {'GPU' if wanted == 1 else 'GPUs'} on this machine "
-        f"(launch.device: gpu, launch.num_ranks: {wanted})"
-    )
-    one_node = " launch.num_nodes=1" if config.launch.num_nodes > 1 else ""
-    instead = f"launch.device=cpu launch.num_ranks=2{one_node} runs it on the CPU"
-    if not paddle.is_compiled_with_cuda():
-        raise LaunchError(
-            f"{asked}, and the Paddle installed here is the one for CPU; install paddlepaddle-gpu "
-            f"on a machine with GPUs; {instead}"
-        )
-    found = paddle.device.cuda.device_count()
+    found = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
     if found < wanted:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise LaunchError(
-            f"{asked}, and this machine has {found or 'none'}{shown}; set launch.num_ranks to at "
-            f"most the number of GPUs (contrastive.global_batch is divided among the ranks); "
-            f"{instead}"
+            f"launch.num_ranks: {wanted} asks for as many GPUs on this machine (launch.device: "
+            f"gpu), and Paddle finds {found} (CUDA_VISIBLE_DEVICES: {visible}); install "
+            "paddlepaddle-gpu where Paddle is the one for CPU, lower launch.num_ranks "
+            "(contrastive.global_batch is divided among the ranks), or run it on the CPU: "
+            "launch.device=cpu launch.num_nodes=1 launch.num_ranks=2"
         )
 
 
@@ -282,14 +271,7 @@ def signals_as_exit() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _add_tracebacks(log_dir: Path) -> None:
-    with suppress(OSError):  # the folder is gone, or the disk is full: `_end_of` says so
-        for error in read_errors(log_dir):
-            with (log_dir / f"workerlog.{error.rank}").open("a", encoding="utf-8") as log:
-                log.write(error.traceback)
-
-
-def _failure(log_dir: Path, failed: int, codes: list[int]) -> LaunchError | StoppedError:
+def _failure(log_dir: Path, failed: int, code: int) -> LaunchError | StoppedError:
     """The error that tells what went wrong first."""
     errors = read_errors(log_dir)
     if errors and errors[0].exit_code is not None:
@@ -298,19 +280,14 @@ def _failure(log_dir: Path, failed: int, codes: list[int]) -> LaunchError | Stop
         return RankRefusedError(errors[0])
     if errors:
         first = errors[0]
-        silent = sorted(set(range(len(codes))) - {error.rank for error in errors})
         log = log_dir / f"workerlog.{first.rank}"
-        text = f"rank {first.rank} failed; {_end_of(log)}"
-        if silent:
-            text += (
-                f"\n(rank {', '.join(map(str, silent))} left no traceback: stopped because of "
-                f"this, or killed before it, for want of memory perhaps)"
-            )
-        return RankFailedError(text)
-    how = f"ended with code {codes[failed]}"
-    if codes[failed] < 0:
-        how = f"was ended by {signal.Signals(-codes[failed]).name}"
-        if codes[failed] == -signal.SIGKILL:
+        return RankFailedError(
+            f"rank {first.rank} failed; its output is in {log}\n{first.traceback}"
+        )
+    how = f"ended with code {code}"
+    if code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
             how += ", which the system sends where memory runs out"
     return RankFailedError(f"rank {failed} {how}; {_end_of(log_dir / f'workerlog.{failed}')}")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
-from paddle_recompute._run_folder import check_may_start, hold
+from paddle_recompute._run_folder import CHECKPOINTS, check_may_start, checkpoints_in, hold
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.launch._colors import styled
 from paddle_recompute.app.launch._rank_process import is_launched, leave_error, prepare_rank
@@ -30,25 +32,21 @@ def launch_with_restarts(config: Config, command: Sequence[str], *, max_restart:
             would write over. No rank was started.
     """
     settings = config.train
-    with hold(settings.output_dir, click.echo, for_ranks=True):
-        check_may_start(settings.output_dir, resume=settings.resume, overwrite=settings.overwrite)
-        _launch_with_restarts(config, command, max_restart)
-
-
-def _launch_with_restarts(config: Config, command: Sequence[str], max_restart: int) -> None:
-    before = _checkpoints(config)
-    for attempt in range(max_restart + 1):
-        try:
-            launch(config, command)
-            return
-        except (RankFailedError, RankRefusedError) as error:
-            died = isinstance(error, RankFailedError) or error.kind in _AGAIN
-            if not died or attempt == max_restart:
-                raise
-            click.echo(f"{_name()}: {error}", err=True)
-            click.echo(f"Starting again ({attempt + 1} of {max_restart})", err=True)
+    folder = settings.output_dir
+    with hold(folder, click.echo, for_ranks=True):
+        check_may_start(folder, resume=settings.resume, overwrite=settings.overwrite)
+        before = _saved_in(folder)
+        for attempt in itertools.count(1):
+            try:
+                return launch(config, command)
+            except (RankFailedError, RankRefusedError) as error:
+                died = isinstance(error, RankFailedError) or error.kind in _AGAIN
+                if not died or attempt > max_restart:
+                    raise
+                click.echo(f"{_name()}: {error}", err=True)
+                click.echo(f"Starting again ({attempt} of {max_restart})", err=True)
             # What is in the folder is this run's, unless it was to be removed and still is there.
-            if not config.train.overwrite or _checkpoints(config) != before:
+            if not settings.overwrite or _saved_in(folder) != before:
                 command = [*command, "train.resume=auto", "train.overwrite=false"]
 
 
@@ -56,14 +54,10 @@ def _name() -> str:
     return styled("paddle-recompute", stream=sys.stderr, fg="red", bold=True)
 
 
-def _checkpoints(config: Config) -> set[tuple[str, int]]:
-    """The checkpoints of the run's folder, and when each was written."""
-    folder = config.train.output_dir / "checkpoint"
-    found = set()
-    for path in folder.glob("step-*"):
-        with suppress(FileNotFoundError):
-            found.add((path.name, path.stat().st_mtime_ns))
-    return found
+def _saved_in(folder: Path) -> list[tuple[Path, int]]:
+    """The checkpoints of the run, and when each was written."""
+    found = [path for _, path in checkpoints_in(folder / CHECKPOINTS)]
+    return [(path, path.stat().st_mtime_ns) for path in found]
 
 
 @contextmanager

@@ -9,17 +9,28 @@ most (the sum of the learning rates). If the gradient is noise, only the second 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_recompute.app.parity.outcome import Arrays, Outcome
-from paddle_recompute.app.parity.variants import Plan, Variant
+from paddle_recompute.app.config import Config
 
+Array = NDArray[Any]
+Arrays = dict[str, Array]
+FLEET = "dygraph fleet"
+"""The reference: Paddle's own recompute and synchronization of gradients."""
+RUNS = ("dygraph plain", "dygraph recompute", FLEET, "static plain", "static recompute")
+PAIRS = (
+    ("dygraph plain", "dygraph recompute"),
+    ("dygraph recompute", FLEET),
+    ("static plain", "static recompute"),
+    ("dygraph plain", "static plain"),
+    ("dygraph recompute", "static recompute"),
+)
+"""The runs that must agree, the second with the first."""
 NOISE = 1e-6
 """A parameter's gradient is rounding noise if it is below this share of the model's largest one:
 float32 has 24 bits (6e-8), and sums of thousands of terms lose about one digit."""
@@ -46,10 +57,14 @@ class Tolerance:
     gradient_floor: float = 0.0
     parameter: float = 0.0
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the runs must be equal bit by bit."""
-        return self.loss == self.gradient == self.gradient_floor == self.parameter == 0
+    def __str__(self) -> str:
+        if self == EXACT:
+            return f"{self.name}: not one bit differs; {self.reason}"
+        return (
+            f"{self.name}: losses within {self.loss:g}; gradients within {self.gradient:g} of a "
+            f"parameter's largest element and {self.gradient_floor:g} of the model's; parameters "
+            f"within {self.parameter:g} of their movement; {self.reason}"
+        )
 
 
 EXACT = Tolerance(
@@ -76,169 +91,131 @@ BETWEEN_RANKS = Tolerance(
 )
 
 
-Pair = tuple[Variant, Variant, Tolerance]
-"""Two runs that must agree, the second with the first, and how far they may differ."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result of comparing two runs.
+@dataclass
+class Outcome:
+    """A training run.
 
     Attributes:
-        left: Name of the run to compare with.
-        right: Name of the run that is compared.
-        case: Name of the case of both.
-        tolerance: The tolerance of the comparison.
-        loss_difference: The largest of a step's losses.
-        gradient_difference: The largest of an element of the first step's gradient.
-        parameter_difference: The largest of an element of a parameter after the last step.
-        fault: The first difference beyond the tolerance:
-            ``"gradient of encoder.layers.0.linear1.weight: ..."``; None: there is none.
+        losses: Of every step, the mean over all pairs.
+        grad_norms: Of every step, before clipping.
+        learning_rates: Of every step.
+        gradients: Gradients of the first step as the optimizer gets them: synchronized and clipped;
+            by structured name.
+        parameters: Parameters and buffers after the last step, by structured name.
     """
 
-    left: str
-    right: str
-    case: str
-    tolerance: Tolerance
-    loss_difference: float
-    gradient_difference: float
-    parameter_difference: float
-    fault: str | None
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    gradients: Arrays = field(default_factory=dict)
+    parameters: Arrays = field(default_factory=dict)
 
 
-def pairs(plan: Plan) -> list[Pair]:
-    """All pairs of runs in `plan` that must agree.
-
-    - Each mode with and without recompute, in every case, dropout included.
-    - Dygraph with recompute and the reference, in every case.
-    - The modes with each other, in every case: they draw the same dropout masks.
-    - One process with several ranks, without dropout, if the loss is over the pairs of all ranks.
-    """
-    found = [
-        (left, right, tolerance)
-        for left, right in itertools.product(plan.variants, repeat=2)
-        if (tolerance := _tolerance(left, right, plan)) is not None
-    ]
-    return sorted(found, key=lambda pair: (EXACT, BETWEEN_MODES, BETWEEN_RANKS).index(pair[2]))
-
-
-def compare(pair: Pair, left: Outcome, right: Outcome, initial: Arrays) -> Verdict:
-    """Compare two runs.
-
-    Args:
-        pair: The runs and their tolerance.
-        left: The outcome of the first.
-        right: The outcome of the second.
-        initial: The initial weights of both, by structured name.
-    """
-    one, other, tolerance = pair
-    faults = [
-        *_figure_faults(left, right, tolerance),
-        *_gradient_faults(left.gradients, right.gradients, tolerance),
-        *_parameter_faults(left, right, initial, tolerance),
-    ]
-    return Verdict(
-        one.name,
-        other.name,
-        one.case,
-        tolerance,
-        loss_difference=_largest_element([np.array(left.losses) - np.array(right.losses)]),
-        gradient_difference=_largest_difference(left.gradients, right.gradients),
-        parameter_difference=_largest_difference(left.parameters, right.parameters),
-        fault=faults[0] if faults else None,
+def tolerance_of(left: str, right: str, config: Config) -> Tolerance:
+    """How far two runs of `PAIRS` may differ."""
+    ranks = config.world_size
+    if left.split()[0] == right.split()[0]:
+        # With three ranks or more, a sum depends on the order of the ranks in the buffer.
+        return BETWEEN_RANKS if right == FLEET and ranks > 2 else EXACT
+    # With several ranks, a Program computes the loss of all pairs, dygraph that of its rank.
+    return (
+        BETWEEN_RANKS if ranks > 1 and config.contrastive.negatives == "global" else BETWEEN_MODES
     )
 
 
-def _tolerance(left: Variant, right: Variant, plan: Plan) -> Tolerance | None:
-    """The tolerance of a pair of variants; None: they are not compared, at least in this order."""
-    if left.dropout != right.dropout:
-        return None
-    same_mode, same_ranks = left.mode == right.mode, left.ranks == right.ranks
-    if left.reference or right.reference:
-        is_pair = left.recompute and same_mode and same_ranks and not left.reference
-        # With three ranks or more, a sum depends on the order of the ranks in the buffer.
-        return (EXACT if left.ranks <= 2 else BETWEEN_RANKS) if is_pair else None
-    if same_mode and same_ranks:
-        return EXACT if right.recompute and not left.recompute else None
-    if left.recompute != right.recompute or (left.dropout and not same_ranks):
-        return None  # each rank has its own seed and draws other masks than one process
-    if same_ranks and left.mode == "dygraph":
-        # With several ranks, a Program computes the loss of all pairs, dygraph that of its rank.
-        return BETWEEN_RANKS if left.ranks > 1 and plan.global_loss else BETWEEN_MODES
-    return BETWEEN_RANKS if same_mode and left.ranks == 1 and plan.across_ranks else None
+def compare(left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance) -> dict[str, Any]:
+    """The largest differences between two runs, and the first one beyond the tolerance.
+
+    Args:
+        left: The first run.
+        right: The run that must agree with it.
+        initial: The weights that both began with, by structured name.
+        tolerance: How far they may differ.
+
+    Returns:
+        JSON values: the differences of losses, of elements of the first gradient and of elements of
+        the parameters after the last step; ``fault``: a sentence, or None.
+    """
+    return {
+        "tolerance": tolerance.name,
+        "loss_difference": _largest([np.array(left.losses) - np.array(right.losses)]),
+        "gradient_difference": _largest_difference(left.gradients, right.gradients),
+        "parameter_difference": _largest_difference(left.parameters, right.parameters),
+        "fault": next(_faults(left, right, initial, tolerance), None),
+    }
 
 
-def _figure_faults(left: Outcome, right: Outcome, tolerance: Tolerance) -> Iterator[str]:
+def in_words(report: dict[str, Any]) -> str:
+    """What `runs.train_and_compare` returns, to be read."""
+    lines = ["Losses of the first step and of the last"]
+    for name, run in report["runs"].items():
+        lines.append(f"  {name:<20}{run['losses'][0]:.7g} and {run['losses'][-1]:.7g}")
+    lines += [
+        "Largest differences: of losses, of elements of the first gradient, of elements of the",
+        "parameters after the last step",
+    ]
+    for one in report["comparisons"]:
+        kinds = ("loss", "gradient", "parameter")
+        found = "".join(f"{one[f'{kind}_difference']:<10.2g}" for kind in kinds)
+        is_close = "yes" if one["fault"] is None else "NO"
+        lines.append(f"  {one['left']:<20}{one['right']:<20}{found}{one['tolerance']}: {is_close}")
+    lines += map(str, (EXACT, BETWEEN_MODES, BETWEEN_RANKS))
+    lines += report["notes"]
+    lines += [f"NO PARITY: {fault}" for fault in report["faults"]] or ["Parity."]
+    return "\n".join(lines)
+
+
+def _faults(left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance) -> Iterator[str]:
     for what, ours, theirs in (
         ("loss", left.losses, right.losses),
         ("gradient norm", left.grad_norms, right.grad_norms),
     ):
-        if len(ours) != len(theirs):
-            yield f"{what}: {len(ours)} steps and {len(theirs)}"
-        for step, (one, other) in enumerate(zip(ours, theirs, strict=False), 1):
+        for step, (one, other) in enumerate(zip(ours, theirs, strict=True), 1):
             if not abs(one - other) <= tolerance.loss * abs(one):
                 yield f"{what} of step {step}: {one:.9g} and {other:.9g}"
-                break
-
-
-def _gradient_faults(left: Arrays, right: Arrays, tolerance: Tolerance) -> Iterator[str]:
-    yield from _name_faults("gradient", left, right)
-    floor = tolerance.gradient_floor * _size(left)
-    for name in _shared(left, right):
-        allowed = tolerance.gradient * _largest_element([left[name]]) + floor
-        found = _largest_element([left[name] - right[name]])
-        if not found <= allowed:
-            yield f"gradient of {name}: an element differs by {found:.3g}, allowed is {allowed:.3g}"
-
-
-def _parameter_faults(
-    left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance
-) -> Iterator[str]:
-    yield from _name_faults("parameter", left.parameters, right.parameters)
+    # A parameter with NaN or infinity is reported on its own, and has no part in the others' bound.
+    size = _largest(array[np.isfinite(array)] for array in left.gradients.values())
     farthest = sum(left.learning_rates)
-    noise = NOISE * _size(left.gradients)
-    for name in _shared(left.parameters, right.parameters):
-        one, other = left.parameters[name], right.parameters[name]
-        found, way = _root_mean_square(one - other), _root_mean_square(one - initial[name])
-        allowed = tolerance.parameter * (way + farthest)
-        gradient = left.gradients.get(name)
-        if not tolerance.is_exact and gradient is not None and _largest_element([gradient]) < noise:
+
+    def of_gradient(name: str, one: Array, other: Array) -> tuple[float, float]:
+        allowed = tolerance.gradient * _largest([one]) + tolerance.gradient_floor * size
+        return _largest([one - other]), allowed
+
+    def of_parameter(name: str, one: Array, other: Array) -> tuple[float, float]:
+        allowed = tolerance.parameter * (_root_mean_square(one - initial[name]) + farthest)
+        is_noise = name in left.gradients and _largest([left.gradients[name]]) < NOISE * size
+        if is_noise and tolerance != EXACT:
             allowed = 2 * farthest
-        if not found <= allowed:
-            yield (
-                f"parameter {name}: differs by {found:.3g} (root mean square), allowed is "
-                f"{allowed:.3g}"
-            )
+        return _root_mean_square(one - other), allowed
 
-
-def _name_faults(what: str, left: Arrays, right: Arrays) -> Iterator[str]:
-    for name in [*left, *right]:
-        if name not in left or name not in right:
-            yield f"{what} of {name}: only one of the two has it"
-        elif left[name].shape != right[name].shape:
-            yield f"{what} of {name}: shapes {left[name].shape} and {right[name].shape}"
-
-
-def _shared(left: Arrays, right: Arrays) -> list[str]:
-    return [name for name in left if name in right and left[name].shape == right[name].shape]
+    for what, our, their, measure in (
+        ("gradient", left.gradients, right.gradients, of_gradient),
+        ("parameter", left.parameters, right.parameters, of_parameter),
+    ):
+        for name in {**our, **their}:
+            shapes = [arrays[name].shape for arrays in (our, their) if name in arrays]
+            if len(shapes) < 2:
+                yield f"{what} of {name}: only one of the two has it"
+            elif shapes[0] != shapes[1]:
+                yield f"{what} of {name}: shapes {shapes[0]} and {shapes[1]}"
+            else:
+                found, allowed = measure(name, our[name], their[name])
+                if not found <= allowed:
+                    yield f"{what} of {name}: differs by {found:.3g}, allowed is {allowed:.3g}"
 
 
 def _largest_difference(left: Arrays, right: Arrays) -> float:
-    return _largest_element(left[name] - right[name] for name in _shared(left, right))
+    return _largest(
+        left[name] - right[name]
+        for name in {*left} & {*right}
+        if left[name].shape == right[name].shape
+    )
 
 
-def _size(gradients: Arrays) -> float:
-    """The largest finite element of all gradients. A parameter with NaN or infinity is reported on
-    its own and must not change the bound of the others.
-    """
-    finite = (array[np.isfinite(array)] for array in gradients.values())
-    return _largest_element(finite)
-
-
-def _largest_element(arrays: Iterable[NDArray[Any]]) -> float:
-    """NaN if there is one."""
+def _largest(arrays: Iterable[Array]) -> float:
+    """The largest element; NaN if there is one."""
     return float(np.max([np.abs(array).max(initial=0.0) for array in arrays], initial=0.0))
 
 
-def _root_mean_square(array: NDArray[Any]) -> float:
+def _root_mean_square(array: Array) -> float:
     return float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) if array.size else 0.0

@@ -130,8 +130,7 @@ def encode_file(
             }
             file = held.enter_context(locked(output))
             record = {
-                **inputs,
-                **begun(file, output, described, inputs, _NUMBERS, _size),
+                **begun(file, output, inputs, _NUMBERS, _size),
                 "model": str(encoder.folder.resolve()),
                 "step": encoder.step,
                 "text_file": str(text_file.resolve()),
@@ -181,36 +180,39 @@ def locked(output: Path) -> Iterator[IO[bytes]]:
 def begun(
     file: IO[bytes],
     output: Path,
-    described: Path,
     inputs: dict[str, Any],
-    numbers: dict[str, int],
+    fresh: dict[str, Any],
     size_of: Callable[[dict[str, Any]], int],
-) -> dict[str, int]:
-    """What an earlier call has done, by the names in `numbers`; those if there was none.
+) -> dict[str, Any]:
+    """The record of what an earlier call has done; `inputs` and `fresh` if there was none.
 
     Args:
         file: The output, open.
-        output: Its name.
-        described: The record beside it.
+        output: Its name; the record is beside it.
         inputs: What it is made from.
-        numbers: One of them is ``done``.
+        fresh: The counts of a call that has done nothing: numbers, one of them ``done``, and lists
+            of numbers.
         size_of: The bytes of what is done, from the record.
 
     Raises:
         DataError: The output is not of this command, is damaged, or was made from other inputs.
     """
-    size = file.seek(0, os.SEEK_END)
+    size, described = file.seek(0, os.SEEK_END), beside(output, ".json")
     file.seek(0)
     if not size:
-        return numbers
+        return inputs | fresh
     if not described.exists():
         raise DataError(f"{output}: exists, and this command did not write it; name another file")
     try:
         before = read_json(described)
-        numbers = {name: int(before[name]) for name in numbers}
-        if min(numbers.values()) < 0:
-            raise ValueError("a number below 0")
-    except (KeyError, TypeError, ValueError) as error:
+        found = {name: before[name] for name in fresh}
+        for name, value in found.items():
+            counts = np.array(value)
+            like = np.array(fresh[name])
+            is_like = counts.shape == like.shape and counts.dtype.kind == like.dtype.kind
+            if not is_like or not np.all(counts >= 0):
+                raise ValueError(f"{name} is {value!r:.40}")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"{described}: is damaged ({error!r}); remove it and {output.name}"
         ) from error
@@ -218,9 +220,10 @@ def begun(
         raise DataError(
             f"{output}: exists, and was made with {changed}; remove it or name another file"
         )
-    if numbers["done"] and size < size_of({**inputs, **numbers}):
+    record: dict[str, Any] = inputs | found
+    if record["done"] and size < size_of(record):
         raise DataError(f"{output}: is shorter than it was; remove it")
-    return numbers
+    return record
 
 
 def write_at(file: IO[bytes], place: int, content: bytes) -> None:
@@ -254,7 +257,6 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
         "pairs": "other pairs",
         "pairs_sha256": "other pairs",
         "pool_sha256": "other texts",
-        "faiss_sha256": "another index of faiss",
     }
     changed = [
         names.get(key, f"{key}={{}}").format(before.get(key))

@@ -1,8 +1,7 @@
 """Retrieval quality: encode texts, and rank a pool for each query.
 
-On several ranks, each rank computes a share of the batches and of the query tiles of one process.
-No batch or tile is split, so the operands are the same and the result equals that of one process
-bit by bit.
+On several ranks, each rank encodes a share of the batches of one process. No batch is split, so the
+operands are the same and the vectors equal those of one process bit by bit.
 """
 
 from __future__ import annotations
@@ -74,15 +73,18 @@ def encode_batches(
         raise DataError(
             f"received {len(texts)} texts and batch_size={batch_size}; both must be at least 1"
         )
-    share = Share.of_this_rank(over_ranks)
-    share.check_equal("texts", np.frombuffer("\0".join(texts).encode(), np.uint8))
+    rank, num_ranks = place_of(over_ranks)
+    if num_ranks > 1:  # joined vectors of different texts would mean nothing
+        checksum = zlib.crc32("\0".join(texts).encode())
+        if len(set(values_of_ranks(checksum, "the checksum of the texts"))) > 1:
+            raise SyncError("the ranks' texts differ; with over_ranks=True all ranks need the same")
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
-    own = batches[share.rank :: share.num_ranks]
+    shares = [batches[first::num_ranks] for first in range(num_ranks)]
     vectors: NDArray[np.float32] | None = None
     with _evaluation_mode(model), paddle.no_grad():
         # As many on all ranks: a model may be spread over them (recompute.offload_parameters).
-        for rows in [*own, batches[0]][: -(-len(batches) // share.num_ranks)]:
+        for rows in [*shares[rank], batches[0]][: len(shares[0])]:
             ids = tokenizer.encode([prompt + texts[row] for row in rows], max_tokens)
             batch = model(paddle.to_tensor(ids)).astype("float32").numpy()
             if vectors is None:
@@ -92,12 +94,19 @@ def encode_batches(
             if progress is not None:
                 progress(len(rows))
     assert vectors is not None
-    if share.num_ranks > 1:
-        joined = share.join(vectors[list(itertools.chain.from_iterable(own))])
-        shares = (batches[rank :: share.num_ranks] for rank in range(share.num_ranks))
-        places = itertools.chain.from_iterable(itertools.chain.from_iterable(shares))
-        vectors[list(places)] = joined
+    if num_ranks > 1:
+        barrier()  # ranks may be minutes apart here, and gloo waits at most 30 s
+        own = paddle.to_tensor(vectors[list(itertools.chain(*shares[rank]))])
+        (joined,) = gather_rows([own], agree_on_rows([own], None), None)
+        vectors[list(itertools.chain(*itertools.chain(*shares)))] = joined.numpy()
     return vectors
+
+
+def place_of(over_ranks: bool) -> tuple[int, int]:
+    """This rank and the number of ranks that share the work."""
+    if over_ranks and is_distributed():
+        return int(dist.get_rank()), int(dist.get_world_size())
+    return 0, 1
 
 
 def retrieval_metrics(
@@ -108,7 +117,6 @@ def retrieval_metrics(
     ks: Sequence[int] = (1, 10),
     tile: int = 1024,
     excluded: NDArray[np.integer[Any]] | None = None,
-    over_ranks: bool = False,
 ) -> dict[str, float]:
     """The metrics of `metrics` when the pool is sorted by its score with the query.
 
@@ -128,8 +136,6 @@ def retrieval_metrics(
         ks: The k of each recall@k and precision@k.
         tile: Queries and candidates per block.
         excluded: ``[n]``, integer: a row of `pool` that is no candidate for this query; -1: none.
-        over_ranks: Every rank calls this with the same arrays and ranks a share of the queries;
-            every rank gets the result for all queries.
 
     Returns:
         ``recall@k`` and ``precision@k`` for every k, ``ndcg@10``, ``map`` and ``mrr``, all in
@@ -138,23 +144,16 @@ def retrieval_metrics(
     Raises:
         DataError: Shapes or dtypes do not fit together, an answer is no row of the pool or
             excluded, or a vector is not finite.
-        SyncError: The ranks' arrays differ.
     """
-    share = Share.of_this_rank(over_ranks)
-    without = np.full(len(query), -1) if excluded is None else excluded
-    arrays: list[NDArray[Any]]
-    if isinstance(target, Judgements):
-        arrays = [target.query, target.candidate, target.grade]
-    else:
-        arrays = [target]
-    share.check_equal("queries, pools or targets", query, pool, without, *arrays)
-    _check(query, pool, target, ks, tile)
     judged = target if isinstance(target, Judgements) else Judgements.single(target)
+    _check(query, pool, judged, ks, tile)
+    without = np.full(len(query), -1) if excluded is None else excluded
     if np.any(without[judged.query] == judged.candidate):
         raise DataError("an answer is excluded from the candidates of its query; leave one out")
-    tiles = [(part, judged.of_queries(part.start, part.stop)) for part in _tiles(len(query), tile)]
-    own = [
-        _ranks(
+    ranks = np.empty(len(judged.query), np.int64)
+    for part in _tiles(len(query), tile):
+        of = judged.of_queries(part.start, part.stop)
+        ranks[of] = _ranks(
             query[part],
             pool,
             judged.query[of] - part.start,
@@ -162,14 +161,6 @@ def retrieval_metrics(
             without[part],
             tile,
         )
-        for part, of in tiles[share.rank :: share.num_ranks]
-    ]
-    joined = share.join(np.concatenate([np.zeros(0, np.int64), *own]))
-    # In query order again, so that the mean has the summation order of one process.
-    ranks = np.empty(len(judged.query), np.int64)
-    for rank in range(share.num_ranks):
-        for _, of in tiles[rank :: share.num_ranks]:
-            ranks[of], joined = np.split(joined, [len(ranks[of])])
     return {**metrics_of_ranks(ranks, judged, ks), "pool_size": len(pool)}
 
 
@@ -209,30 +200,17 @@ def _lengths(vectors: Vectors) -> NDArray[np.float64]:
     return np.sqrt(squares)
 
 
-def _check(
-    query: Vectors,
-    pool: Vectors,
-    target: NDArray[np.integer[Any]] | Judgements,
-    ks: Sequence[int],
-    tile: int,
-) -> None:
+def _check(query: Vectors, pool: Vectors, judged: Judgements, ks: Sequence[int], tile: int) -> None:
     if query.ndim != 2 or pool.ndim != 2 or query.shape[1] != pool.shape[1]:
         raise DataError(
             f"received queries of shape {query.shape} and a pool of shape {pool.shape}; allowed "
             "are [n, dim] and [m, dim]"
         )
-    if isinstance(target, Judgements):
-        answered = np.unique(target.query)
-        if not len(query) or not np.array_equal(answered, np.arange(len(query))):
-            raise DataError(
-                f"received {len(query)} queries, and answers to {len(answered)}; each of at least "
-                "one query needs an answer"
-            )
-        target = target.candidate
-    elif len(query) == 0 or target.shape != (len(query),) or target.dtype.kind not in "iu":
+    answered, target = np.unique(judged.query), judged.candidate
+    if not len(query) or not np.array_equal(answered, np.arange(len(query))):
         raise DataError(
-            f"received {len(query)} queries and targets of shape {target.shape}, {target.dtype}; "
-            "allowed is one integer for each of at least one query"
+            f"received {len(query)} queries, and answers to {len(answered)}; each of at least "
+            "one query needs an answer"
         )
     if target.min() < 0 or target.max() >= len(pool):
         raise DataError(
@@ -248,42 +226,6 @@ def _check(
                 f"{bad.size} vectors of the {name} are not finite, the first is row {bad[0]}; "
                 "the training has diverged"
             )
-
-
-class Share:
-    """This rank's part of a list of pieces: every `num_ranks`-th, from the `rank`-th on."""
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
-
-    @classmethod
-    def of_this_rank(cls, over_ranks: bool) -> Share:
-        if over_ranks and is_distributed():
-            return cls(int(dist.get_rank()), int(dist.get_world_size()))
-        return cls(0, 1)
-
-    def check_equal(self, name: str, *parts: NDArray[Any]) -> None:
-        """Check that all ranks have equal `parts`; joined results would mean nothing otherwise."""
-        if self.num_ranks == 1:
-            return
-        checksum = 0
-        for part in parts:
-            kind = f"{part.shape} {part.dtype}".encode()
-            checksum = zlib.crc32(np.ascontiguousarray(part).data, zlib.crc32(kind, checksum))
-        if len(set(values_of_ranks(checksum, f"the checksum of {name}"))) > 1:
-            raise SyncError(
-                f"the ranks' {name} differ; with over_ranks=True all ranks need the same"
-            )
-
-    def join(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """The rows of all ranks, in the order of the ranks."""
-        if self.num_ranks == 1:
-            return rows
-        barrier()  # ranks may be minutes apart here, and gloo waits at most 30 s
-        tensor = paddle.to_tensor(rows)
-        (joined,) = gather_rows([tensor], agree_on_rows([tensor], None), None)
-        array: NDArray[Any] = joined.numpy()
-        return array
 
 
 @contextlib.contextmanager

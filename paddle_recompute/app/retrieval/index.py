@@ -194,30 +194,23 @@ class Index:
 
     def tiles(self) -> Iterator[NDArray[np.float32]]:
         """The vectors, in blocks ``[rows, dim]``."""
-        rows, dim = self._shape
-        offset = _offset(self.file, self._shape) if self.file is not None else 0
-        for first in range(0, rows, _TILE):
-            if self.file is None:
-                yield self._vectors[first : first + _TILE]
-                continue
-            # Read, not mapped: mapped pages count as memory of the process.
-            block = (min(_TILE, rows - first), dim)
-            place = offset + 4 * first * dim
-            vectors = np.fromfile(self.file, "<f4", block[0] * dim, offset=place).reshape(block)
+        for first in range(0, len(self), _TILE):
+            vectors = self.vectors_of(slice(first, first + _TILE))
             if not self._is_finite and not np.isfinite(vectors).all():
+                last = first + len(vectors) - 1
                 raise DataError(
-                    f"{self.file}: rows {first} to {first + block[0] - 1} hold vectors that are "
-                    "not finite; encode the texts again"
+                    f"{self.file}: rows {first} to {last} hold vectors that are not finite; encode "
+                    "the texts again"
                 )
             yield vectors
         self._is_finite = True
 
-    def vectors_of(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    def vectors_of(self, rows: NDArray[np.int64] | slice) -> NDArray[np.float32]:
         """The vectors of these rows, ``[rows, dim]``."""
         if self.file is None:
             return self._vectors[rows]
-        place = _offset(self.file, self._shape)
-        return np.array(np.memmap(self.file, "<f4", "r", place, self._shape)[rows])
+        # Mapped anew each time: pages that stay mapped count as memory of the process.
+        return np.array(_mapped(self.file, self._shape)[rows])
 
     def every_text(self) -> Iterator[str]:
         """All texts, in the order of the rows.
@@ -371,21 +364,17 @@ def _check_array(name: str, array: object) -> None:
         raise DataError(f"received {name} of {kind}; allowed is a numpy array of floating point")
 
 
-def _offset(file: Path, shape: tuple[int, int]) -> int:
-    """Where the vectors begin in a file, in bytes."""
+def _mapped(file: Path, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """The vectors in a file, not read yet."""
     try:
-        vectors = np.load(file, mmap_mode="r", allow_pickle=False)
+        vectors: NDArray[np.float32] = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{file}: cannot be read as vectors ({error})") from error
     if vectors.shape != shape or vectors.dtype != np.dtype("<f4"):
         raise DataError(
             f"{file}: has the shape {vectors.shape}, {vectors.dtype}; expected {shape}, float32"
         )
-    if not vectors.flags.c_contiguous:
-        raise DataError(
-            f"{file}: is stored by columns (Fortran order); save numpy.ascontiguousarray(vectors)"
-        )
-    return int(vectors.offset)
+    return vectors
 
 
 def _find(path: Path) -> Path:

@@ -3,12 +3,11 @@
 The search is exact, each query is compared with every text, unless an index of faiss is asked for.
 Queries are read in blocks and the pool in tiles, so memory grows with the pool by 16 bytes per text
 only (with faiss, by its index). An interrupted run continues where it stopped and writes the same
-bytes. The output is:
+bytes; with faiss it begins anew, as another index of faiss may find other texts. The output is:
 
 - ``mined.jsonl``: the pairs, each with its ``negatives``, nearest first, for `read_pairs`;
 - ``mined.jsonl.json``: the record, with counts and histograms;
-- ``mined.jsonl.pool.npy`` and its companions: the encoded pool, unless an encoded one is given;
-- ``mined.jsonl.faiss``: the index of faiss, if one is asked for.
+- ``mined.jsonl.pool.npy`` and its companions: the encoded pool, unless an encoded one is given.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +46,8 @@ from paddle_recompute.errors import DataError
 _BLOCK = 256
 """Pairs that are searched for and written at once."""
 _BINS = np.linspace(-1, 1, 21)
+Top = Callable[[NDArray[Any], int], tuple[NDArray[np.float32], NDArray[np.int64]]]
+"""Finds the nearest rows of some vectors, as `Index.top`."""
 
 
 @dataclass(frozen=True)
@@ -153,54 +153,47 @@ def mine(
         "batch_size": batch_size,
         "faiss": faiss,
     }
-    numbers = {"done": 0, "bytes": 0, "replaced": 0}
-    counts = {
-        "lines_with": np.zeros(options.num_negatives + 1, np.int64),
-        "scores_of_negatives": np.zeros(len(_BINS) - 1, np.int64),
-        "scores_of_positives": np.zeros(len(_BINS) - 1, np.int64),
+    fresh: dict[str, Any] = {
+        **dict.fromkeys(("done", "bytes", "replaced"), 0),
+        "lines_with": [0] * (options.num_negatives + 1),
+        "scores_of_negatives": [0] * (len(_BINS) - 1),
+        "scores_of_positives": [0] * (len(_BINS) - 1),
+        **({} if faiss is None else {"recall": 0.0}),
     }
     described = beside(output, ".json")
-    with as_data_error(output), ExitStack() as held:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        file = held.enter_context(locked(output))
-        before = partial(begun, file, output, described)
-        done = before(inputs, numbers, lambda all_of: all_of["bytes"])
-        approximate = None
-        if faiss is not None:
-            file_of_faiss = beside(output, ".faiss")
-            approximate = Approximate(index, faiss, file_of_faiss, partial(progress, "index"))
-        inputs["faiss_sha256"] = approximate.sha256 if approximate else None
-        before(inputs, numbers, lambda all_of: all_of["bytes"])
-        record: dict[str, Any] = {**inputs, **done}
-        top = approximate.top if approximate else index.top
-        miner = _Miner(encoder, index, top, found.pairs, options, batch_size)
-        if approximate:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with as_data_error(output), locked(output) as file:
+        record = begun(file, output, inputs, fresh, lambda one: int(one["bytes"]))
+        if faiss is not None and record["done"] < len(found.pairs):
+            record = inputs | fresh
+        top: Top = index.top
+        if faiss is not None and not record["done"]:
+            approximate = Approximate(index, faiss, partial(progress, "index"))
+            top = approximate.top
             some = [pair.query for pair in found.pairs[:: -(-len(found.pairs) // _BLOCK)]]
             vectors = encode_texts(encoder, some, side="query", batch_size=batch_size)
             record["recall"] = approximate.recall(vectors, options.last_rank)
-        earlier = _counted(described, counts) if record["done"] else {}
-        for name, array in earlier.items():
-            counts[name] += array
+        miner = _Miner(encoder, index, top, found.pairs, options, batch_size)
+        if not record["done"]:
+            write_json(described, record)  # before there is a byte in the file
         progress("mine", record["done"], len(found.pairs))
         while block := found.pairs[record["done"] : record["done"] + _BLOCK]:
             lines = []
             for pair, negatives, scores, positive in miner.mined(block):
                 tree = {"query": pair.query, "positive": pair.positive, "negatives": negatives}
                 lines.append(json.dumps(tree, ensure_ascii=False) + "\n")
-                counts["lines_with"][len(negatives)] += 1
-                counts["scores_of_negatives"] += _histogram(scores)
-                counts["scores_of_positives"] += _histogram([positive])
-            if not record["done"]:
-                write_json(described, record)  # before there is a byte in the file
+                record["lines_with"][len(negatives)] += 1
+                for name, some_scores in (("negatives", scores), ("positives", [positive])):
+                    name = f"scores_of_{name}"
+                    record[name] = (record[name] + _histogram(some_scores)).tolist()
             content = "".join(lines).encode()
             write_at(file, record["bytes"], content)
             record["done"] += len(block)
             record["replaced"] += sum(len(pair.negatives) for pair in block)
             record["bytes"] += len(content)
-            record.update({name: array.tolist() for name, array in counts.items()})
             write_json(described, record)
             progress("mine", record["done"], len(found.pairs))
-    return {**record, **{name: array.tolist() for name, array in counts.items()}}
+    return record
 
 
 class _Miner:
@@ -210,7 +203,7 @@ class _Miner:
         self,
         encoder: TrainedEncoder,
         index: Index,
-        top: Callable[[NDArray[Any], int], tuple[NDArray[np.float32], NDArray[np.int64]]],
+        top: Top,
         pairs: Sequence[Pair],
         options: MiningOptions,
         batch_size: int,
@@ -285,15 +278,3 @@ def _form(text: str) -> int:
 def _histogram(scores: Sequence[float]) -> NDArray[np.int64]:
     # Rounding may leave a cosine just outside of [-1, 1].
     return np.histogram(np.clip(scores, -1, 1), _BINS)[0].astype(np.int64)
-
-
-def _counted(described: Path, counts: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
-    """The counts of an earlier call."""
-    tree = json.loads(described.read_text(encoding="utf-8"))
-    try:
-        found = {name: np.array(tree[name], np.int64) for name in counts}
-        if any(array.shape != counts[name].shape for name, array in found.items()):
-            raise ValueError("another number of counts")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{described}: is damaged ({error!r}); remove it and the output") from error
-    return found

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.data import PairTokenizer, load_tokenizer
 from paddle_recompute.app.encoder import build_model
-from paddle_recompute.app.retrieval.evaluation import Share, encode_batches
+from paddle_recompute.app.retrieval.evaluation import encode_batches, place_of
 from paddle_recompute.checkpoint import find_checkpoint, has_checkpoint
 from paddle_recompute.distributed import values_of_ranks
 from paddle_recompute.errors import CheckpointError, DataError
@@ -196,10 +196,13 @@ def encode_texts(
         over_ranks=over_ranks,
     )
     if counts is not None:
-        share = Share.of_this_rank(over_ranks)
-        for found in tokenizer.of_ranks(share, num_batches=-(-len(texts) // batch_size)):
-            for name, count in found.items():
-                counts[name] = counts.get(name, 0) + count
+        rank, num_ranks = place_of(over_ranks)
+        # Ranks with a batch less than others have encoded the first one again.
+        own = len(range(rank, -(-len(texts) // batch_size), num_ranks))
+        sums = [sum(one[:own]) for one in (tokenizer.cut, tokenizer.unknown)]
+        every = values_of_ranks(sums, "counts of texts") if num_ranks > 1 else [sums]
+        for name, found in zip(("cut", "unknown"), zip(*every, strict=True), strict=True):
+            counts[name] = counts.get(name, 0) + sum(found)
     if not np.isfinite(vectors).all():
         raise DataError(f"{encoder.folder}: its vectors are not finite; the training has diverged")
     return vectors
@@ -252,20 +255,14 @@ class _Counting:
 
     def __init__(self, tokenizer: PairTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._cut: list[int] = []
-        self._unknown: list[int] = []
+        self.cut: list[int] = []
+        self.unknown: list[int] = []
 
     def encode(self, texts: list[str], max_tokens: int, /) -> NDArray[np.int64]:
         rows = self._tokenizer.tokenize(texts, max_tokens)
-        self._cut.append(rows.num_cut)
-        self._unknown.append(rows.num_unknown)
+        self.cut.append(rows.num_cut)
+        self.unknown.append(rows.num_unknown)
         return rows.pad(np.arange(len(texts)))
-
-    def of_ranks(self, share: Share, num_batches: int) -> list[dict[str, int]]:
-        # Ranks with a batch less than others have encoded the first one again.
-        own = len(range(share.rank, num_batches, share.num_ranks))
-        counts = {"cut": sum(self._cut[:own]), "unknown": sum(self._unknown[:own])}
-        return values_of_ranks(counts, "counts of texts") if share.num_ranks > 1 else [counts]
 
 
 def _checksum(prompts: tuple[str, str], *paths: Path) -> str:

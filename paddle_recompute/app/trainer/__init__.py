@@ -12,8 +12,6 @@ from paddle_recompute.app.trainer.objective import Chunks, Objective
 from paddle_recompute.app.trainer.replanning import step_seed
 from paddle_recompute.app.trainer.setup import (
     join_ranks,
-    load_batches,
-    load_data,
     seeded_model,
     wrap,
 )
@@ -31,8 +29,6 @@ __all__ = [
     "build_step",
     "check_mode",
     "join_ranks",
-    "load_batches",
-    "load_data",
     "memory_report",
     "seeded_model",
     "step_seed",

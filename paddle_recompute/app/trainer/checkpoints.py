@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, Val
 from paddle_recompute._files import read_json, writing, written_whole
 from paddle_recompute._run_folder import BEST, CHECKPOINTS, RECORD
 from paddle_recompute.app.config import Config
+from paddle_recompute.app.report import flat
 from paddle_recompute.app.trainer.early_stopping import Best
 from paddle_recompute.app.trainer.loop import Callback, Run
 from paddle_recompute.app.trainer.objective import Chunks
@@ -147,10 +148,11 @@ class RunCheckpoints(Callback):
 
     def _say_changes(self, found: Resumed) -> None:
         folder = found.checkpoint.folder
+        before, now = dict(flat(found.state.config)), dict(flat(self._config.to_dict()))
         changes = [
-            change
-            for change in _changes(found.state.config, self._config.to_dict())
-            if change[0] not in _HOW_TO_START
+            (path, before.get(path), now.get(path))
+            for path in dict.fromkeys([*before, *now])
+            if before.get(path) != now.get(path) and path not in _HOW_TO_START
         ]
         if any(path.startswith("model.") for path, _, _ in changes):
             raise CheckpointError(
@@ -343,12 +345,3 @@ def _other_ranks(before: int, config: Config) -> str:
             "its rank now, which is another loss"
         )
     return text
-
-
-def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted path, old, new) of every value that differs."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(key for key in new if key not in old)]:
-            yield from _changes(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif old != new:
-        yield path, old, new

@@ -16,7 +16,7 @@ from paddle_recompute.app.data import PreparedData
 from paddle_recompute.app.retrieval import encode_batches, retrieval_metrics
 from paddle_recompute.app.trainer.events import Events
 from paddle_recompute.app.trainer.loop import Callback, Run
-from paddle_recompute.distributed import equal_buffers
+from paddle_recompute.distributed import equal_buffers, values_of_ranks
 
 NUM_EXAMPLES = 8
 NUM_HITS = 3
@@ -72,7 +72,10 @@ class Evaluation(Callback):
             )
         self._events.note("examples", when=when, queries=examples(query, pool, self._data))
         target = np.array(self._data.target, dtype=np.int64)
-        return retrieval_metrics(query, pool, target, ks=(1, 10), over_ranks=True)
+        found = retrieval_metrics(query, pool, target, ks=(1, 10))
+        # Of other processors, the last bits may be others; all ranks must decide the same.
+        of_ranks: list[dict[str, float]] = values_of_ranks(found, "the metrics")
+        return of_ranks[0]
 
     def on_start(self, run: Run) -> None:
         self._autocast = lambda: run.steps.step.autocast()

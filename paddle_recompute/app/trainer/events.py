@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 
 from paddle_recompute import __version__
+from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute._run_folder import EVENTS
 from paddle_recompute.app.config import Config
@@ -18,8 +19,10 @@ from paddle_recompute.app.data import PairLoader, PreparedData
 from paddle_recompute.app.launch import STARTED, styled
 from paddle_recompute.app.report import Journal
 from paddle_recompute.app.trainer.loop import Callback, Run
+from paddle_recompute.app.trainer.memory import frees_late
 from paddle_recompute.distributed import values_of_ranks
 from paddle_recompute.grad_sync import Timeline
+from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.train_step import StepResult, TrainStep
 
 DRAWN_STEP = 3
@@ -39,6 +42,7 @@ class Events(Callback):
         self._is_main = rank == 0
         self._journal = Journal(config.train.output_dir / EVENTS if self._is_main else None)
         self.note, self.open = self._journal.note, self._journal.open
+        self._exceeded: RecomputePlan | None = None
         self._phases: dict[str, float] = {}
         if STARTED in os.environ:  # by the launcher on this machine
             self._phases["start of the ranks"] = float(os.environ[STARTED])
@@ -77,6 +81,21 @@ class Events(Callback):
                 f"Step {run.step} is skipped: not finite in float16 with a loss scale of "
                 f"{run.result.loss_scale:g} (loss {run.result.loss:g}, gradient norm "
                 f"{run.result.grad_norm:g})"
+            )
+
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        """The measurement of a plan does not see what other code allocates in the run."""
+        plan, peak = run.steps.plan, record["peak_bytes"]
+        if plan is None or peak is None or frees_late(run.config) or plan is self._exceeded:
+            return
+        budget = plan.memory_budget
+        if peak > budget:
+            self._exceeded = plan
+            self.say(
+                f"A step up to step {run.step} took {format_bytes(peak)}, more than "
+                f"recompute.memory_budget: {format_bytes(budget)}: something beside the step has "
+                "taken memory since the plan was measured. If the device does not have so much, "
+                f"lower the budget by {format_bytes(peak - budget)}"
             )
 
     def _say_times(self, run: Run, result: StepResult) -> None:

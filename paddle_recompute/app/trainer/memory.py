@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from paddle_recompute.app.trainer.setup import with_recompute, wrap
 from paddle_recompute.app.trainer.step import build_step, compile_as_configured
 from paddle_recompute.distributed import is_distributed, reduce_numbers
 from paddle_recompute.errors import PlanError, SelectionError
-from paddle_recompute.options import AmpConfigs
 from paddle_recompute.planner import (
     BUCKETS,
     PLAIN,
@@ -97,7 +97,7 @@ def measure_step(
         for _ in range(1 + WAITING_BATCHES)
     ]
     step([{name: rows[:8] for name, rows in batch.items()} for batch in steps[0]])
-    peak = _peak_of(partial(step, steps[0]), repeats=PROGRAM_STEPS if _frees_late(config) else 1)
+    peak = _peak_of(partial(step, steps[0]), repeats=PROGRAM_STEPS if frees_late(config) else 1)
     del step, objective, model, steps
     gc.collect()
     gc.collect()  # shards of ranks: what the first one frees has held them where it cannot see
@@ -109,19 +109,12 @@ def _without_overflow(config: Config) -> Config:
     amp = config.strategy.amp_configs
     if not config.strategy.amp or amp.dtype == "bfloat16":
         return config
-    unscaled = AmpConfigs(
-        amp.dtype,
-        amp.level,
-        init_loss_scaling=1.0,
-        use_dynamic_loss_scaling=False,
-        custom_white_list=amp.custom_white_list,
-        custom_black_list=amp.custom_black_list,
-    )
+    unscaled = replace(amp, init_loss_scaling=1.0)
     strategy = config.strategy.model_copy(update={"amp_configs": unscaled})
     return config.model_copy(update={"strategy": strategy})
 
 
-def _frees_late(config: Config) -> bool:
+def frees_late(config: Config) -> bool:
     """Whether a step is a Program on a CPU.
 
     There the executor (2.6, 3.x) frees in a thread of its own, after the operator: on a loaded

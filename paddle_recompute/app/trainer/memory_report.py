@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,23 +11,33 @@ import paddle
 
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.memory_page import rows_of, table, write
-from paddle_recompute.app.report import require_bokeh
+from paddle_recompute.app.report import Page, Part, require_bokeh, timeline_chart
 from paddle_recompute.app.trainer.memory import job_of
 from paddle_recompute.app.trainer.objective import Chunks
 from paddle_recompute.planner import (
+    PLAIN,
+    WHOLE,
+    Choice,
+    Job,
     MemoryEstimate,
+    RecomputePlan,
     StepCosts,
+    Timeline,
     choices_of_policy,
+    every,
     extrapolated,
-    largest_that_fits,
     make_plan,
     probe,
+    segments,
+    simulate,
+    smallest,
     spread,
     stages,
+    uniform,
 )
 
-MOST_ROWS = 2**20
+HEAD = ("policy", "peak", "extra time", "peak at")
+Progress = Callable[[int, int], None]
 
 
 class MemoryReport(NamedTuple):
@@ -50,11 +60,7 @@ class MemoryReport(NamedTuple):
 
 
 def memory_report(
-    config: Config,
-    *,
-    budget: int | None,
-    folder: Path | None,
-    progress: Callable[[int, int], None] | None = None,
+    config: Config, *, budget: int | None, folder: Path | None, progress: Progress | None = None
 ) -> MemoryReport:
     """Measure the step of `config` in this process, on small batches, and tell what it takes.
 
@@ -73,38 +79,9 @@ def memory_report(
     if folder is not None:
         require_bokeh()
     paddle.set_device(config.launch.device)
-    section = config.contrastive
-    chunks = Chunks(section.chunk_size, section.chunk_tokens)
-    vocab_size = config.model.vocab_size or config.data.vocab_size
-    # A small step stands for a large one, of which the calls are the same.
-    small = config.model_copy(
-        update={"contrastive": section.model_copy(update={"global_batch": _small_batch(config)})}
-    )
-    job = job_of(small if not chunks else config, vocab_size, chunks)
-    if chunks:
-        costs = job.measure(progress=progress)
-        largest = None
-    else:
-        probes = probe(job, progress)
-        rows = config.micro_batch
-        costs = extrapolated(probes, rows)
-        pairs = config.world_size * config.strategy.gradient_merge_configs.k_steps
-
-        def largest_batch(peak: Callable[[StepCosts], int | None]) -> int | None:
-            def fits(rows: int) -> bool:
-                found = peak(extrapolated(probes, rows))
-                return found is not None and budget is not None and found <= budget
-
-            found = largest_that_fits(fits, MOST_ROWS, least=min(probes), close=64)
-            return None if found is None else found * pairs
-
-        largest = largest_batch if budget is not None else None
-    table_rows = rows_of(costs, budget, largest)
-    words = [f"one rank, {config.micro_batch} pairs per micro-batch of full length:"]
-    words.append(table(table_rows, budget))
-    plan = None
-    place = config.recompute.offload_parameters
-    if budget is not None and place == "none":
+    job, costs = _measured(config, progress)
+    steps, plan = _policies(costs), None
+    if budget is not None and config.recompute.offload_parameters == "none":
         plan = make_plan(
             costs,
             budget,
@@ -112,47 +89,105 @@ def memory_report(
             checkpoints=tuple(config.recompute.checkpoints),
             preserve_rng_state=config.recompute.preserve_rng_state,
         )
+        steps[f"plan for {format_bytes(budget)}"] = plan.timeline
+    plain = steps["plain"].seconds
+    extra = {name: one.seconds / plain - 1 if plain else 0.0 for name, one in steps.items()}
+    rows = []
+    for name, one in steps.items():
+        over = " (over)" if budget is not None and one.peak.bytes > budget else ""
+        rows.append(
+            (name, format_bytes(one.peak.bytes) + over, f"{extra[name]:+.1%}", one.peak.where)
+        )
+    title = f"one rank, {config.micro_batch} pairs per micro-batch of full length"
+    words, found = "\n".join(_words(config, costs, plan)), stages(costs)
+    files: tuple[Path, ...] = ()
+    if folder is not None:
+        last = list(steps)[-1]
+        shown = {name: steps[name] for name in ("plain", "all", last)}
+        parts = [
+            Part("Policies", head=HEAD, rows=rows, numbers=(1, 2), is_wide=True),
+            Part("Memory over one step", chart=timeline_chart(shown, {"budget": budget})),
+            Part("In words", text=words, is_wide=True),
+        ]
+        files = (folder / "memory.html",)
+        Page("Memory of a step", title, parts=parts).write(files[0])
+        if plan is not None:
+            plan.save(folder / "plan.json")
+    policies = [
+        {
+            "policy": name,
+            "peak_bytes": one.peak.bytes,
+            "binds_at": one.peak.where,
+            "extra_time": extra[name],
+        }
+        for name, one in steps.items()
+    ]
+    figures = {
+        "policies": policies,
+        "stages": [asdict(one) for one in found],
+        "plan": None if plan is None else plan.to_dict(),
+    }
+    return MemoryReport("\n".join([f"{title}:", *_table(rows), words]), figures, files)
+
+
+def _measured(config: Config, progress: Progress | None) -> tuple[Job, StepCosts]:
+    """The step and its costs; small batches stand for a large one, of which the calls are the same.
+
+    Chunks are measured as they are.
+    """
+    section = config.contrastive
+    chunks = Chunks(section.chunk_size, section.chunk_tokens)
+    vocab_size = config.model.vocab_size or config.data.vocab_size
+    if chunks:
+        job = job_of(config, vocab_size, chunks)
+        return job, job.measure(progress=progress)
+    parts = config.world_size * config.strategy.gradient_merge_configs.k_steps
+    small = section.model_copy(update={"global_batch": parts * min(config.micro_batch, 64)})
+    job = job_of(config.model_copy(update={"contrastive": small}), vocab_size, chunks)
+    return job, extrapolated(probe(job, progress), config.micro_batch)
+
+
+def _policies(costs: StepCosts) -> dict[str, Timeline]:
+    """The step under what users choose by hand, and under the choice with the smallest peak."""
+    layers = len({call.layer for call in costs.calls})
+    options = dict.fromkeys(name for call in costs.calls for name in call.options)
+    found: dict[str, tuple[Choice, ...]] = {"plain": uniform(costs, PLAIN)}
+    found |= {name: uniform(costs, name) for name in options if name not in (PLAIN, WHOLE)}
+    found["every_n: 2"] = every(costs, 2)
+    if layers > 2:
+        found["segments: auto"] = segments(costs, max(2, round(layers**0.5)))
+    found["all"] = uniform(costs, WHOLE)
+    steps = {name: simulate(costs, choices) for name, choices in found.items()}
+    return steps | {"smallest": smallest(costs).timeline}
+
+
+def _words(config: Config, costs: StepCosts, plan: RecomputePlan | None) -> list[str]:
+    """What else there is to say: the plan or the step as configured; the stages of sharding."""
+    section, place, words = config.recompute, config.recompute.offload_parameters, list[str]()
+    if plan is not None:
         words.append(str(plan))
-    elif config.recompute.policy != "budget" and place == "none":
-        choices = choices_of_policy(costs, config.recompute)
-        words.append(f"as configured: {MemoryEstimate.of(costs, choices)}")
-    if place == "ranks" and (one := spread(costs, config.recompute.num_shards)) is not None:
+    elif place == "ranks" and (one := spread(costs, section.num_shards)) is not None:
         words.append(f"as configured: {one}")
     elif place != "none":
         words.append(f"as configured: offload_parameters: {place}; the table is without it")
-    if config.world_size > 1 and section.negatives == "global":
+    elif section.policy != "budget":
+        estimate = MemoryEstimate.of(costs, choices_of_policy(costs, section))
+        words.append(f"as configured: {estimate}")
+    if config.world_size > 1 and config.contrastive.negatives == "global":
         words.append(
             f"  the scores against the vectors of all {config.world_size} ranks are not in it: "
             f"{format_bytes(4 * config.local_batch**2 * (config.world_size - 1))} more per matrix"
         )
-    found = stages(costs)
-    if found:
+    if found := stages(costs):
         words.append("all blocks recomputed, and spread over the ranks:")
         words += [f"  {one}" for one in found]
-    text = "\n".join(words)
-    files: tuple[Path, ...] = ()
-    if folder is not None:
-        title, _, *rest = words
-        files = (write(folder, table_rows, budget, title.rstrip(":"), "\n".join(rest)),)
-        if plan is not None:
-            plan.save(folder / "plan.json")
-    figures = {
-        "policies": [
-            {
-                "policy": row.policy,
-                "peak_bytes": row.timeline.peak.bytes,
-                "binds_at": row.timeline.peak.where,
-                "extra_time": row.extra,
-                "largest_batch": row.largest_batch,
-            }
-            for row in table_rows
-        ],
-        "stages": [asdict(one) for one in found],
-        "plan": None if plan is None else plan.to_dict(),
-    }
-    return MemoryReport(text, figures, files)
+    return words
 
 
-def _small_batch(config: Config) -> int:
-    parts = config.world_size * config.strategy.gradient_merge_configs.k_steps
-    return parts * min(config.micro_batch, 64)
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of the table, under their head."""
+    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in [HEAD, *rows]
+    ]

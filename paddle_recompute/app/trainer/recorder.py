@@ -16,11 +16,16 @@ from paddle_recompute.app.trainer.loop import Callback, Run
 
 
 class Recorder(Callback):
-    """Rank 0 shows the progress and writes ``metrics.jsonl``."""
+    """Rank 0 shows the progress and writes ``metrics.jsonl``, one record per line.
+
+    A resumed run keeps the records up to its checkpoint and drops later ones, which it writes
+    again; any other run starts with an empty file.
+    """
 
     def on_start(self, run: Run) -> None:
         self._progress = Progress(run.total, done=run.done, enabled=run.is_main)
-        self._log = MetricsLog(run.folder / METRICS, resumed_at=run.done) if run.is_main else None
+        if run.is_main:
+            keep_until(run.done, run.folder / METRICS)
 
     def after_step(self, run: Run) -> None:
         self._progress.advance()
@@ -28,11 +33,18 @@ class Recorder(Callback):
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
         assert run.result is not None
         self._progress.show({**record, "loss": run.result.loss})
-        if self._log is not None:
-            self._log.write(record)
+        if run.is_main:
+            append_record(run.folder / METRICS, record)
 
     def on_end(self, run: Run) -> None:
         self._progress.close()
+
+
+def keep_until(step: int, path: Path) -> None:
+    """Drop the records of later steps; the file at `path` is complete at every moment."""
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    with writing(path), written_whole(path, alone=True) as unfinished:
+        unfinished.write_text("".join(map(line_of, kept)), encoding="utf-8")
 
 
 class Progress:
@@ -83,25 +95,3 @@ class Progress:
         elif self._plain:
             shown = "  ".join(f"{name} {value}" for name, value in figures.items())
             print(f"step {record['step']}/{self._total}  {shown}", file=self._stream, flush=True)
-
-
-class MetricsLog:
-    """A JSONL file, one record per line, each flushed at once.
-
-    It is appended to, or replaced by a file that is complete.
-
-    Args:
-        path: The file. A resumed run keeps the records up to `resumed_at` and drops later ones,
-            which it will write again; any other run starts with an empty file.
-        resumed_at: The step of the checkpoint that the run continues from; 0 in a new run.
-    """
-
-    def __init__(self, path: Path, *, resumed_at: int = 0) -> None:
-        self._path = path
-        kept = [record for record in read_metrics(path) if record["step"] <= resumed_at]
-        with writing(path), written_whole(path, alone=True) as unfinished:
-            unfinished.write_text("".join(map(line_of, kept)), encoding="utf-8")
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
-        append_record(self._path, record)

@@ -1,14 +1,10 @@
 """The steps of a run, and what is done where they take more memory than there is.
 
-With ``recompute.policy: budget``:
-
-- With ``train.on_oom: replan``, a step that runs out of memory is planned again. A single process
-  drops the gradients, makes the smaller plan and repeats the batch: the parameters were not
-  updated, so the losses are those of a run that had the plan from the start, to the bit. Of several
-  ranks none goes on after another has failed; the smaller plan is written beside the checkpoints,
-  and the next start of the run takes it.
-- The third step under a plan is measured. The measurement before training does not see what a
-  user's own code or another library allocates in this process meanwhile; the run says so.
+With ``recompute.policy: budget`` and ``train.on_oom: replan``, a step that runs out of memory is
+planned again. A single process drops the gradients, makes the smaller plan and repeats the batch:
+the parameters were not updated, so the losses are those of a run that had the plan from the start,
+to the bit. Of several ranks none goes on after another has failed; the smaller plan is written
+beside the checkpoints, and the next start of the run takes it.
 """
 
 from __future__ import annotations
@@ -22,15 +18,12 @@ import paddle
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.trainer.budget_plan import check_agreed, write_smaller_plan
-from paddle_recompute.app.trainer.memory import PROGRAM_STEPS, largest_of_ranks
 from paddle_recompute.app.trainer.objective import Batch
 from paddle_recompute.distributed import is_distributed
 from paddle_recompute.errors import ConfigError, OutOfMemoryError
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.train_step import Step, StepResult
 
-MEASURED_STEP = 3
-"""The step under a plan that is measured: moments exist from the second one on."""
 RESERVED_AGAIN = 0.05
 """Part of the budget that is reserved more after a step ran out of memory."""
 
@@ -44,7 +37,6 @@ class PlannedSteps:
         plan: What is recomputed; None: the run has no plan, and steps are only run.
         model: The encoder.
         rank: Of this process.
-        say: Shows the user a sentence, on rank 0 only.
         replaced: Is told another plan and, in words, why there is one.
 
     Attributes:
@@ -60,28 +52,19 @@ class PlannedSteps:
         model: paddle.nn.Layer,
         *,
         rank: int,
-        say: Callable[[str], None],
         replaced: Callable[[RecomputePlan, str], None],
     ) -> None:
         self.step, self.plan = step, plan
         self._config, self._model, self._rank = config, model, rank
-        self._say, self._replaced = say, replaced
-        self._steps_of_plan, self._peaks = 0, list[int]()
+        self._replaced = replaced
 
     def __call__(self, micro_batches: list[Batch], number: int) -> StepResult:
-        """Run step `number`; the peak of memory was started anew before it.
+        """Run step `number` with its own random stream; where memory ends, with a smaller plan.
 
         Raises:
             ConfigError: The step ran out of memory, and the run does not plan again.
             OutOfMemoryError: It did on one of several ranks; their next start has another plan.
         """
-        result = self._run(micro_batches, number)
-        if self.plan is not None and _memory.can_reset_peak():
-            self._check_budget(self.plan, number)
-        return result
-
-    def _run(self, micro_batches: list[Batch], number: int) -> StepResult:
-        """One step with its own random stream, repeated with a smaller plan where memory ends."""
         while True:
             paddle.seed(step_seed(self._config.train.seed, number, self._rank))
             try:
@@ -118,25 +101,6 @@ class PlannedSteps:
             ) from error
         return smaller
 
-    def _check_budget(self, plan: RecomputePlan, number: int) -> None:
-        """Compare the peak of the third step under the plan with the budget.
-
-        Of a Program on a CPU it is the least of `PROGRAM_STEPS`.
-        """
-        self._steps_of_plan += 1
-        last = MEASURED_STEP + (PROGRAM_STEPS - 1 if self._config.mode == "static" else 0)
-        if not MEASURED_STEP <= self._steps_of_plan <= last:
-            return
-        self._peaks.append(largest_of_ranks(_memory.peak_bytes()) or 0)
-        measured, budget = min(self._peaks), plan.memory_budget
-        if self._steps_of_plan == last and measured > budget:
-            self._say(
-                f"Step {number} took {_memory.format_bytes(measured)}, more than "
-                f"recompute.memory_budget: {_memory.format_bytes(budget)}: something beside the "
-                "step has taken memory since the plan was measured. If the device does not have so "
-                f"much, lower the budget by {_memory.format_bytes(measured - budget)}"
-            )
-
     def _replace(self, plan: RecomputePlan, why: str) -> None:
         for parameter in self._model.parameters():  # what a step that failed has left
             if parameter.grad is not None:
@@ -147,7 +111,6 @@ class PlannedSteps:
         self.plan.remove(self._model)
         plan.apply(self._model)
         self.plan = plan
-        self._steps_of_plan, self._peaks = 0, []
         self._replaced(plan, why)
 
 

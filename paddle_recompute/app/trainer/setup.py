@@ -1,12 +1,11 @@
-"""What a training run, `doctor` and `parity` begin with: the ranks, the pairs, the model."""
+"""What a training run, `doctor` and `parity` begin with: the ranks, the folder, the model."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import paddle
@@ -15,10 +14,9 @@ import paddle.distributed as dist
 from paddle_recompute._paddle.distributed import init_parallel_env
 from paddle_recompute._run_folder import check_may_start, hold
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.data import PairLoader, PreparedData, Source, build_loader, prepare_data
 from paddle_recompute.app.encoder import build_model
-from paddle_recompute.distributed import barrier, values_of_ranks
-from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.distributed import values_of_ranks
+from paddle_recompute.errors import ConfigError
 from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute, check_patterns
@@ -78,76 +76,6 @@ def run_folder(config: Config, rank: int, say: Callable[[str], None]) -> Iterato
                 "folder that all machines share, or set sync.error_feedback: false"
             )
         yield
-
-
-def load_data(
-    config: Config,
-    rank: int,
-    *,
-    tokenizer_file: Path | None = None,
-    compare: Callable[[Mapping[str, Source]], None] | None = None,
-) -> PreparedData:
-    """The pairs and the tokenizer. All ranks call it; see `data.prepare_data`.
-
-    Args:
-        config: Of the run.
-        rank: This rank.
-        tokenizer_file: That of a resumed run; None: that of `config`, or a new one is trained.
-        compare: As `prepare_data` takes it.
-    """
-    return prepare_data(
-        config.data,
-        seed=config.train.seed,
-        negatives=config.contrastive.negatives_of_a_line,
-        prompts=config.model.prompts,
-        is_main_rank=rank == 0,
-        barrier=barrier,
-        tokenizer_file=tokenizer_file or config.tokenizer_file,
-        compare=compare,
-    )
-
-
-def load_batches(
-    config: Config, data: PreparedData, rank: int, *, local_batch: int | None = None
-) -> PairLoader:
-    """The training batches of `rank`, in tokens.
-
-    Args:
-        config: Of the run.
-        data: Of the run.
-        rank: This rank.
-        local_batch: Pairs of a rank in a batch; None: as many as `config` says.
-
-    Raises:
-        DataError: The pairs do not fill one batch.
-    """
-    loader = build_loader(
-        data.train,
-        data.tokenizer,
-        local_batch=local_batch or config.local_batch,
-        rank=rank,
-        num_ranks=config.world_size,
-        seed=config.train.seed,
-        max_query_tokens=config.data.max_query_tokens,
-        max_positive_tokens=config.data.max_positive_tokens,
-        hard_negatives=config.contrastive.hard_negatives,
-        fill=config.contrastive.fill == "random",
-        with_ids=config.contrastive.mask_false_negatives,
-        no_duplicates=config.data.no_duplicates,
-        prompts=config.model.prompts,
-    )
-    if len(loader) == 0:
-        raise DataError(
-            f"{len(data.train)} training pairs do not fill one batch of "
-            f"contrastive.global_batch = {config.contrastive.global_batch}; give more pairs or "
-            "lower it"
-            + (
-                "; data.no_duplicates: true puts no query or positive into a batch twice"
-                if config.data.no_duplicates
-                else ""
-            )
-        )
-    return loader
 
 
 def seeded_model(config: Config, vocab_size: int) -> paddle.nn.Layer:

@@ -20,7 +20,7 @@ import paddle
 
 from paddle_recompute._run_folder import BEST, METRICS, PLAN, REPORT, begin_anew
 from paddle_recompute.app.config import Config, schedule_of
-from paddle_recompute.app.data import PairLoader, PreparedData, Source
+from paddle_recompute.app.data import PairLoader, PreparedData, Source, build_loader, prepare_data
 from paddle_recompute.app.report import require_bokeh, retrieval_table, write_report
 from paddle_recompute.app.trainer.boards import boards
 from paddle_recompute.app.trainer.budget_plan import earlier_plan, make_budget_plan
@@ -42,8 +42,6 @@ from paddle_recompute.app.trainer.replanning import PlannedSteps
 from paddle_recompute.app.trainer.same_data import check_same_as_before, check_same_on_ranks
 from paddle_recompute.app.trainer.setup import (
     join_ranks,
-    load_batches,
-    load_data,
     run_folder,
     seeded_model,
     wrap,
@@ -187,14 +185,16 @@ class Trainer:
         self._events.begin("data", "Preparing the data")
         # The cache may have been emptied, and a new vocabulary would be different.
         saved_tokenizer = resumed.checkpoint.tokenizer_file if resumed is not None else None
-        data = load_data(self.config, self._rank, tokenizer_file=saved_tokenizer, compare=compare)
+        data = prepare_data(
+            self.config, self._rank, barrier, tokenizer_file=saved_tokenizer, compare=compare
+        )
         self._events.say(
             f"{len(data.train)} training pairs, {len(data.valid)} held-out pairs, "
             f"{len(data.pool)} candidates, {data.tokenizer.vocab_size} words"
         )
         self._events.say(*data.notes, indent="  ")
         self._events.begin("tokens", "Cutting the training pairs into tokens")
-        loader = load_batches(self.config, data, self._rank)
+        loader = build_loader(self.config, data, self._rank)
         self._events.say(*loader.notes(), indent="  ")
         self._events.note("data", **data_figures(data, loader))
         if resumed is None and self.config.model.init_from is not None:
@@ -275,7 +275,7 @@ class Trainer:
             )
         schedule = schedule_of(config, total)
         step = build_step(config, objective, model, schedule, data.tokenizer.vocab_size, plan)
-        steps = PlannedSteps(config, step, plan, model, rank=rank, say=say, replaced=self._replan)
+        steps = PlannedSteps(config, step, plan, model, rank=rank, replaced=self._replan)
         compiled = compile_as_configured(config, model, step)
         if compiled is not None:
             say(f"The model is {compiled}")

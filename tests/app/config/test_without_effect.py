@@ -39,7 +39,12 @@ CASES = [
     ("train.measure_plain=false", PLAIN, IS_PLAIN, ""),
     ("train.verify=false", "", "mode is dygraph", "mode=static"),
     ("contrastive.chunk_size=16", "", "a rank has 16 pairs", "contrastive.global_batch=32"),
-    ("data.on_bad_line=skip", "", "the file that is mined", "data.source=files data.train_file=a"),
+    (
+        "data.on_bad_line=skip",
+        "",
+        "the file that is mined has none",
+        "data.source=files data.train_file=a",
+    ),
 ]
 
 
@@ -61,5 +66,7 @@ def test_settings_of_float16_are_refused_in_bfloat16(setting: str, tmp_path: Pat
     file = tmp_path / "run.yaml"
     file.write_text(SMALLEST)
     amp = ["mode=static", "strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"]
-    with pytest.raises(ConfigError, match="is a setting of float16, and has no effect with bf"):
+    with pytest.raises(
+        ConfigError, match="does not go with dtype: bfloat16: it is a setting of float16"
+    ):
         load_config(file, [*amp, f"strategy.amp_configs.{setting}"])

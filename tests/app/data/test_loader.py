@@ -16,11 +16,12 @@ from paddle_recompute.app.data import (
     Pair,
     PairLoader,
     PairTokenizer,
-    build_loader,
     load_tokenizer,
     train_tokenizer,
 )
 from paddle_recompute.app.data.loader import RankSampler
+from paddle_recompute.errors import DataError
+from tests.app.data import loaders
 
 # The lengths differ from text to text.
 PAIRS = [
@@ -36,16 +37,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PairTokenizer:
     return load_tokenizer(path)
 
 
-def loader_of(tokenizer: PairTokenizer, pairs: list[Pair] = PAIRS, **changes: Any) -> PairLoader:
-    settings: dict[str, Any] = {
-        "local_batch": 4,
-        "rank": 0,
-        "num_ranks": 1,
-        "seed": 0,
-        "max_query_tokens": 8,
-        "max_positive_tokens": 10,
-    }
-    return build_loader(pairs, tokenizer, **{**settings, **changes})
+def loader_of(tokenizer: PairTokenizer, query: int = 8, positive: int = 10, **how: Any) -> Any:
+    limits = {"data__max_query_tokens": query, "data__max_positive_tokens": positive}
+    return loaders.loader_of(tokenizer, how.pop("pairs", PAIRS), **limits, **how)
 
 
 def batches_of(loader: PairLoader) -> list[dict[str, list[Any]]]:
@@ -180,9 +174,7 @@ def test_reading_draws_no_random_numbers(tokenizer: PairTokenizer) -> None:
 
 
 def test_what_is_left_out_is_told(tokenizer: PairTokenizer) -> None:
-    loader = loader_of(
-        tokenizer, num_ranks=3, max_query_tokens=5, max_positive_tokens=6, local_batch=4
-    )
+    loader = loader_of(tokenizer, 5, 6, num_ranks=3)
     queries = sum(len(tokenizer.encode([pair.query], 99)[0]) > 5 for pair in PAIRS)
     positives = sum(len(tokenizer.encode([pair.positive], 99)[0]) > 6 for pair in PAIRS)
     assert 0 < queries < 50
@@ -198,7 +190,7 @@ def test_unknown_words_are_told(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nword\n1\n2\n")
     pairs = [Pair("Ω", "word"), Pair("1", "word Ω"), Pair("Ω 2", "word")]
     tokenizer = load_tokenizer(tmp_path / "vocab.txt")
-    loader = loader_of(tokenizer, pairs, local_batch=3, max_query_tokens=9)
+    loader = loader_of(tokenizer, 9, pairs=pairs, local_batch=3)
     assert loader.notes() == [
         "2 of 3 training queries hold words outside the vocabulary",
         "1 of 3 training positives hold words outside the vocabulary",
@@ -206,7 +198,6 @@ def test_unknown_words_are_told(tmp_path: Path) -> None:
 
 
 def test_full_batches_and_too_few_pairs_for_one(tokenizer: PairTokenizer) -> None:
-    loader = loader_of(tokenizer, local_batch=5, max_query_tokens=99, max_positive_tokens=99)
-    assert loader.notes() == []
-    loader = loader_of(tokenizer, local_batch=51)
-    assert len(loader) == 0 and batches_of(loader) == []
+    assert loader_of(tokenizer, 99, 99, local_batch=5).notes() == []
+    with pytest.raises(DataError, match=r"50 training pairs do not fill one batch of .* = 51;"):
+        loader_of(tokenizer, local_batch=51)

@@ -13,7 +13,6 @@ from paddle_recompute.app.data import (
     Pair,
     PairLoader,
     PairTokenizer,
-    build_loader,
     check_files,
     load_tokenizer,
     read_pairs,
@@ -21,6 +20,7 @@ from paddle_recompute.app.data import (
 )
 from paddle_recompute.app.data.negatives import HardNegatives
 from paddle_recompute.errors import ConfigError, DataError
+from tests.app.data import loaders
 from tests.app.trainer.test_trainer import tiny
 
 WORDS = [f"{first}{second}" for first in "abcdefgh" for second in "klmnopqr"]
@@ -40,18 +40,23 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PairTokenizer:
     return load_tokenizer(path)
 
 
-def loader_of(tokenizer: PairTokenizer, pairs: list[Pair], **changes: Any) -> PairLoader:
+def loader_of(
+    tokenizer: PairTokenizer,
+    pairs: list[Pair],
+    *,
+    seed: int = 0,
+    fill: bool = False,
+    with_ids: bool = True,
+    **how: Any,
+) -> PairLoader:
     settings: dict[str, Any] = {
-        "local_batch": 8,
-        "rank": 0,
-        "num_ranks": 1,
-        "seed": 0,
-        "max_query_tokens": 12,
-        "max_positive_tokens": 12,
-        "hard_negatives": 3,
-        "with_ids": True,
+        "data__max_query_tokens": 12,
+        "contrastive__hard_negatives": 3,
+        "contrastive__fill": "random" if fill else "none",
+        "contrastive__mask_false_negatives": with_ids,
+        "train__seed": seed,
     }
-    return build_loader(pairs, tokenizer, **{**settings, **changes})
+    return loaders.loader_of(tokenizer, pairs, **{"local_batch": 8, **settings, **how})
 
 
 def drawn(loader: PairLoader, epoch: int) -> list[tuple[int, list[int]]]:

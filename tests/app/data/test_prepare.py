@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from paddle_recompute.app.config import DataConfig
+from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import Pair, PreparedData, Split, cedict, prepare, prepare_data
 from paddle_recompute.app.data.prepare import build_pool
 from paddle_recompute.errors import DataError, DependencyError
+from tests.app.trainer.test_trainer import tiny
 from tests.ranks import run_ranks
 
 WORDS = ["red", "green", "blue", "white", "black", "grey", "pink", "brown"]
@@ -42,23 +43,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(folder: Path, **changes: Any) -> DataConfig:
+def config_of(folder: Path, **changes: Any) -> Config:
+    """`changes` are settings of ``data``, or those of `tiny`."""
     settings = {
-        "source": "files",
         "train_file": str(folder / "train.tsv"),
-        "cache_dir": str(folder / "cache"),
         "valid_pairs": 10,
         "pool_size": 30,
-        "vocab_size": 500,
+        "max_query_tokens": 16,
+        "max_positive_tokens": 16,
     }
-    given = {key: value for key, value in {**settings, **changes}.items() if value is not None}
-    return DataConfig(**given)
+    given = {f"data__{name}" if "__" not in name else name: value for name, value in
+             {**settings, **changes}.items()}  # fmt: skip
+    return tiny(folder, **given)
 
 
 def prepared(folder: Path, seed: int = 0, **changes: Any) -> PreparedData:
-    return prepare_data(
-        config_of(folder, **changes), seed=seed, is_main_rank=True, barrier=no_barrier
-    )
+    return prepare_data(config_of(folder, train__seed=seed, **changes), 0, no_barrier)
 
 
 def vocabularies(folder: Path) -> list[Path]:
@@ -105,7 +105,7 @@ def test_whatever_changes_the_result_has_a_tokenizer_of_its_own(folder: Path) ->
 
 def test_held_out_texts_do_not_teach_the_tokenizer(folder: Path) -> None:
     write(folder / "valid.tsv", ["Ω\tωωω", "ΩΩ\tωω"] * 9)
-    data = prepared(folder, valid_file=str(folder / "valid.tsv"), valid_pairs=None)
+    data = prepared(folder, valid_file=str(folder / "valid.tsv"), valid_pairs=2000)
     # Each byte of each letter is an entry of its own.
     assert (data.tokenizer.encode(["Ω", "ωωω"], 20) > 0).sum(axis=1).tolist() == [4, 8]
 
@@ -113,7 +113,7 @@ def test_held_out_texts_do_not_teach_the_tokenizer(folder: Path) -> None:
 def test_valid_file_is_used_as_it_is(folder: Path) -> None:
     own = ["new one\ta colour", "new two\tRed red!", "new one\ta colour"]
     write(folder / "valid.tsv", own)
-    data = prepared(folder, valid_file=str(folder / "valid.tsv"), valid_pairs=None)
+    data = prepared(folder, valid_file=str(folder / "valid.tsv"), valid_pairs=2000)
     assert data.valid == [Pair("new one", "a colour"), Pair("new two", "Red red!")]
     assert len(data.train) == 64
     assert data.notes == [
@@ -141,13 +141,9 @@ def test_negatives_that_are_answers_are_told(folder: Path) -> None:
         folder / "train.tsv", ["one\tright\twrong", "one\tright too\tRight\tright", "two\ta\tright"]
     )
     write(folder / "valid.tsv", ["three\twrong"])
-    data = prepare_data(
-        config_of(folder, valid_file=str(folder / "valid.tsv"), valid_pairs=None, pool_size=1),
-        seed=0,
-        is_main_rank=True,
-        barrier=no_barrier,
-        negatives=(0, 9),
-    )
+    own = {"valid_file": str(folder / "valid.tsv"), "valid_pairs": 2000, "pool_size": 1}
+    negatives = {"contrastive__hard_negatives": 1, "contrastive__fill": "random"}
+    data = prepared(folder, **own, **negatives)
     assert data.notes == [
         "1 training pairs have a held-out positive among their negatives",
         "1 training pairs have an answer to their own query among their negatives",
@@ -195,10 +191,9 @@ def test_pool_cannot_be_filled() -> None:
         build_pool(split_of(["a", "b", "x", "c", "a"], ["x", "y", "x"]), 6, seed=0)
 
 
-def refused_at_once(config: DataConfig) -> None:
+def refused_at_once(config: Config) -> None:
     """On a rank that does not make the files: nobody waits."""
-    wait = functools.partial(pytest.fail, "waited")
-    prepare_data(config, seed=0, is_main_rank=False, barrier=wait)
+    prepare_data(config, 1, functools.partial(pytest.fail, "waited"))
 
 
 def test_faults_of_the_files_are_told_before_anybody_waits(
@@ -219,12 +214,7 @@ def test_faults_of_the_files_are_told_before_anybody_waits(
 def test_cache_that_is_not_shared(folder: Path, source: str) -> None:
     file = str(folder / "train.tsv") if source == "files" else None
     with pytest.raises(DataError, match=r"data\.cache_dir must be a folder that all nodes share"):
-        prepare_data(
-            config_of(folder, source=source, train_file=file),
-            seed=0,
-            is_main_rank=False,
-            barrier=no_barrier,
-        )
+        prepare_data(config_of(folder, source=source, train_file=file), 1, no_barrier)
     assert not (folder / "cache").exists()
 
 
@@ -243,7 +233,6 @@ def prepare_on_this_rank(folder: str, late: float) -> dict[str, Any]:
 
     from paddle_recompute.distributed import barrier
 
-    is_main_rank = dist.get_rank() == 0
     trained = []
 
     def slow_training(*arguments: Any) -> None:
@@ -254,7 +243,7 @@ def prepare_on_this_rank(folder: str, late: float) -> dict[str, Any]:
     train, prepare.train_tokenizer = prepare.train_tokenizer, slow_training
     cedict._entries = lambda: ENTRIES
     config = config_of(Path(folder), source="cedict", train_file=None)
-    data = prepare_data(config, seed=0, is_main_rank=is_main_rank, barrier=barrier)
+    data = prepare_data(config, dist.get_rank(), barrier)
     tokens = data.tokenizer.encode([*data.pool, *(pair.query for pair in data.train)], 12)
     return {
         "trained": len(trained),

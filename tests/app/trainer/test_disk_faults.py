@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddle_recompute.app.report import read_metrics
-from paddle_recompute.app.trainer import Trainer, chunk_search
-from paddle_recompute.app.trainer.recorder import MetricsLog
+from paddle_recompute.app.report import append_record, read_metrics
+from paddle_recompute.app.trainer import Trainer, chunk_search, recorder
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import CheckpointError, ConfigError, DivergenceError, OutputError
 from tests.app.trainer.test_trainer import tiny
@@ -45,10 +44,9 @@ def fill(place: Path) -> None:
 
 
 def test_a_full_disk_at_the_metrics(small_disk: Path) -> None:
-    log = MetricsLog(small_disk / "metrics.jsonl")
     with pytest.raises(OutputError, match=r"metrics\.jsonl: cannot be written \(No space left"):
         while True:
-            log.write({"step": 1, "filler": "x" * 512})
+            append_record(small_disk / "metrics.jsonl", {"step": 1, "filler": "x" * 512})
     assert all(record["step"] == 1 for record in read_metrics(small_disk / "metrics.jsonl"))
 
 
@@ -76,14 +74,12 @@ def test_a_folder_that_is_read_only(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_folder_that_is_removed_during_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write: Callable[..., None] = MetricsLog.write
-
-    def remove_and_write(self: MetricsLog, record: dict[str, Any]) -> None:
+    def remove_and_write(path: Path, record: dict[str, Any]) -> None:
         if record["step"] == 3:
             shutil.rmtree(folder / "run")
-        write(self, record)
+        append_record(path, record)
 
-    monkeypatch.setattr(MetricsLog, "write", remove_and_write)
+    monkeypatch.setattr(recorder, "append_record", remove_and_write)
     with pytest.raises(OutputError, match=r"metrics\.jsonl: cannot be written .* folder is gone\)"):
         Trainer(tiny(folder, train__max_steps=5)).run()
 

@@ -15,9 +15,10 @@ from click.testing import CliRunner
 from paddle_recompute.app import cli
 from paddle_recompute.app.cli import _train
 from paddle_recompute.app.config import Config
+from paddle_recompute.app.data import build_loader, prepare_data
 from paddle_recompute.app.trainer import Chunks, Objective, Trainer
 from paddle_recompute.app.trainer.memory import measure_step
-from paddle_recompute.app.trainer.setup import load_batches, load_data, seeded_model
+from paddle_recompute.app.trainer.setup import seeded_model
 from paddle_recompute.train_step import inputs_of_cache
 from tests.app.trainer.test_same_training import HARD, STILL, write_hard_negatives
 from tests.app.trainer.test_trainer import held_out, numbers_of, tiny
@@ -35,8 +36,8 @@ def configured(folder: Path, **changes: Any) -> Config:
 
 def first_batch(config: Config) -> tuple[Any, Any]:
     """The batch of the first step, and the model before it."""
-    data = load_data(config, 0)
-    batch = next(iter(load_batches(config, data, 0)))
+    data = prepare_data(config, 0, lambda: None)
+    batch = next(iter(build_loader(config, data, 0)))
     del batch["index"]
     return batch, seeded_model(config, data.tokenizer.vocab_size)
 

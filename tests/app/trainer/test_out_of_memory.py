@@ -57,7 +57,7 @@ class Limit:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Limit the steps of training, not those of the measurement."""
-        forward, survivor = paddle.nn.Linear.forward, PlannedSteps._run
+        forward, survivor = paddle.nn.Linear.forward, PlannedSteps.__call__
         inside: list[bool] = []
 
         def limited(layer: Any, x: paddle.Tensor) -> paddle.Tensor:
@@ -76,7 +76,7 @@ class Limit:
                 inside.clear()
 
         patch.setattr(paddle.nn.Linear, "forward", limited)
-        patch.setattr(PlannedSteps, "_run", watched)
+        patch.setattr(PlannedSteps, "__call__", watched)
 
 
 def losses(folder: Path) -> list[float]:

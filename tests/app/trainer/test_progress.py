@@ -10,9 +10,9 @@ import paddle
 import pytest
 
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.app.report import read_metrics
+from paddle_recompute.app.report import append_record, read_metrics
 from paddle_recompute.app.trainer.loop import Meter
-from paddle_recompute.app.trainer.recorder import MetricsLog, Progress
+from paddle_recompute.app.trainer.recorder import Progress, keep_until
 
 RECORD = {"step": 20, "loss": 1.25, "examples_per_second": 321.4, "peak_bytes": 3 * 2**20}
 
@@ -45,23 +45,22 @@ def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(
 
 
 def test_the_log_keeps_what_a_resumed_run_does_not_repeat(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "metrics.jsonl"
-    log = MetricsLog(path)
+    path = tmp_path / "metrics.jsonl"
     for step in (10, 20, 30):
-        log.write({**RECORD, "step": step})
+        append_record(path, {**RECORD, "step": step})
     with path.open("a") as file:
         file.write('{"step": 3')  # a torn last line is left out
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()[:-1]] == [10, 20, 30]
     assert read_metrics(path)[1] == RECORD
-    MetricsLog(path, resumed_at=20)
+    keep_until(20, path)
     assert [record["step"] for record in read_metrics(path)] == [10, 20]
-    MetricsLog(path)  # a new run
+    keep_until(0, path)  # a new run
     assert read_metrics(path) == []
 
 
 def test_numbers_that_json_has_not_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Out of range float"):
-        MetricsLog(tmp_path / "metrics.jsonl").write({"loss": float("nan")})
+        append_record(tmp_path / "metrics.jsonl", {"loss": float("nan")})
 
 
 @pytest.mark.skipif(not _memory.can_reset_peak(), reason="needs the peak of a step alone")

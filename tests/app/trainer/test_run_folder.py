@@ -21,7 +21,7 @@ from paddle_recompute import _run_folder
 from paddle_recompute.app.launch import RankFailedError, launch_with_restarts, restarts
 from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Callback, Run, Trainer
-from paddle_recompute.app.trainer.recorder import MetricsLog
+from paddle_recompute.app.trainer.recorder import keep_until
 from paddle_recompute.errors import ConfigError, DataError, LaunchError
 from tests.app.trainer.test_trainer import tiny
 from tests.ranks import ROOT
@@ -106,8 +106,6 @@ import os, sys, time
 from pathlib import Path
 from paddle_recompute import _run_folder
 with _run_folder.hold(Path(sys.argv[1]), print):
-    if not os.fork():  # as a process that makes batches does, which outlives a kill of its parent
-        time.sleep(60)
     print("held", flush=True)
     time.sleep(60)
 """
@@ -115,7 +113,7 @@ with _run_folder.hold(Path(sys.argv[1]), print):
 
 @pytest.fixture
 def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock, and a fork of it."""
+    """Another process that holds the lock."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder / "run")],
         cwd=ROOT,
@@ -236,7 +234,7 @@ def test_a_kill_at_any_moment_of_the_rewrite_loses_no_record(tmp_path: Path) -> 
     lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 3)]
     call = 0
     path.write_text("".join(lines))
-    while dies_at(call, lambda: MetricsLog(path, resumed_at=2)):
+    while dies_at(call, lambda: keep_until(2, path)):
         assert [record["step"] for record in read_metrics(path)][:2] == [1, 2], call
         path.write_text("".join(lines))
         call += 1

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from paddle_recompute.app.data import build_loader, prepare_data
 from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Trainer
-from paddle_recompute.app.trainer.setup import load_batches, load_data
 from paddle_recompute.checkpoint import find_checkpoint
 from tests.app.trainer.test_trainer import (
     assert_same_run,
@@ -199,8 +199,8 @@ def test_a_program_trains_what_dygraph_trains(tmp_path: Path, way: str) -> None:
 def test_no_batch_of_a_run_has_duplicates(tmp_path: Path) -> None:
     write_duplicates(tmp_path / "pairs.tsv")
     config = tiny(tmp_path, **{**held_out(tmp_path), **DISTINCT})
-    data, size = load_data(config, 0), config.contrastive.global_batch
-    loader = load_batches(config, data, 0)
+    data, size = prepare_data(config, 0, lambda: None), config.contrastive.global_batch
+    loader = build_loader(config, data, 0)
     for epoch in range(3):
         loader.set_epoch(epoch)
         for batch in loader:

@@ -19,8 +19,8 @@ from click.testing import CliRunner, Result
 
 from paddle_recompute import _run_folder
 from paddle_recompute.app import cli
-from paddle_recompute.app.trainer import Callback, Run, Trainer
-from paddle_recompute.app.trainer.recorder import MetricsLog
+from paddle_recompute.app.report import append_record
+from paddle_recompute.app.trainer import Callback, Run, Trainer, recorder
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import StoppedError
 from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
@@ -48,16 +48,14 @@ def run_here(config: Path) -> Result:
 def test_one_process_saves_its_step_and_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = MetricsLog.write
-
-    def interrupt_and_write(log: MetricsLog, record: dict[str, Any]) -> None:
+    def interrupt_and_write(path: Path, record: dict[str, Any]) -> None:
         if record["step"] == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        write(log, record)
+        append_record(path, record)
 
     config = write_config(tmp_path, "run", train__resume="auto", train__save_every=100)
     with monkeypatch.context() as patch:
-        patch.setattr(MetricsLog, "write", interrupt_and_write)
+        patch.setattr(recorder, "append_record", interrupt_and_write)
         stopped = run_here(config)
     assert stopped.exit_code == 130, stopped.output
     assert "Stopped by SIGINT; the steps so far are saved" in stopped.output

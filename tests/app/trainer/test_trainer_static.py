@@ -58,6 +58,7 @@ def train_large_batch(folder: str) -> None:
         overrides = {
             "mode": mode,
             "contrastive.global_batch": 16,
+            "model.num_layers": 2,
             "contrastive.chunk_tokens": 64,
             "contrastive.tile": 4,
             "data.source": "files",
