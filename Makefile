@@ -110,21 +110,27 @@ parity: venv
 parity26: venv26
 	@.venv26/bin/python -m paddle_recompute parity --config $(CONFIG) $(ARGS)
 
-# Three processes for two cores: tests of ranks wait much. make test PARALLEL= runs one after the other.
-PARALLEL ?= -n 3 --dist worksteal
+# Three processes for two cores: tests of ranks wait much. Each runs whole files, whose fixtures may take
+# half a minute. make test PARALLEL= runs one test after the other.
+WORKERS ?= 3
+PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: venv
 	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 # Tests of files, words, pages and processes, in which the versions of Paddle do not differ: on 3.3
-# alone, because the whole check should take 20 minutes. make test26 SAME_ON_BOTH= runs them as well.
+# alone, because the whole check should take 18 minutes. make test26 SAME_ON_BOTH= runs them as well.
+# Of long tables it runs a sample (tests/sampled.py), and make bench26-matrix the rest.
 SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     app/config app/data app/launch app/report app/test_cli_config.py app/test_cli_shell.py \
     $(addprefix app/retrieval/test_,evaluation.py faiss.py metrics.py mining.py search.py use.py) \
-    $(addprefix app/trainer/test_,boards.py launched_ranks.py refused_settings.py run_folder.py) \
-    $(addprefix app/trainer/test_,same_data.py signals.py) benchmarks docs/test_figures.py docs/test_messages.py \
-    docs/test_pages.py docs/test_site.py docs/test_story.py fuzz/test_readers.py \
-    fuzz/test_what_readers_read.py planner/test_report.py test_layers.py test_options.py test_package.py)
+    $(addprefix app/trainer/test_,boards.py callbacks.py data_faults.py disk_faults.py) \
+    $(addprefix app/trainer/test_,launched_ranks.py progress.py refused_settings.py run_folder.py) \
+    $(addprefix app/trainer/test_,same_data.py signals.py told.py without_gain.py) \
+    benchmarks $(addprefix distributed/test_,control_port.py control_server.py peer_state.py) \
+    $(addprefix docs/test_,figures.py messages.py pages.py site.py story.py) \
+    fuzz/test_readers.py fuzz/test_what_readers_read.py planner/test_report.py planner/test_solve.py \
+    test_layers.py test_options.py test_package.py)
 
 test26: venv26
 	.venv26/bin/python -m pytest $(PARALLEL) $(SAME_ON_BOTH) $(ARGS)
@@ -164,7 +170,8 @@ fuzz-readers: venv
 	READER_EXAMPLES=$(READER_EXAMPLES) .venv/bin/python -m pytest -q --timeout=0 tests/fuzz/test_readers.py tests/fuzz/test_what_readers_read.py
 
 # On a simulated device, which g++ builds (tests/fake_device): the tests whose subject a device
-# changes, with collectives and copies that are late.
+# changes, with collectives and copies that are late. Of long tables it runs a sample
+# (tests/sampled.py): make test-device ARGS="-m matrix" runs the rest.
 DEVICE_TESTS := tests/fake_device \
     $(addprefix tests/recompute/test_,engine.py inputs.py nesting.py lifetime.py offload.py) \
     $(addprefix tests/recompute/test_,randomness.py amp.py) \
@@ -267,9 +274,9 @@ build/.wheel-tested: .venv/.installed .venv-release/.installed README.md setup.p
 # The wheel in an environment of its own: with Paddle alone, then with the extra `train`.
 wheel-install-test: wheel-test
 	@$(FIND_PYTHON); rm -rf build/empty; "$$found" -m venv build/empty
-	build/empty/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl paddlepaddle==3.3.1
+	build/empty/bin/python -m pip install --no-compile --quiet --disable-pip-version-check dist/*.whl paddlepaddle==3.3.1
 	cd / && $(CURDIR)/build/empty/bin/python $(CURDIR)/tests/wheel_installed.py alone
-	build/empty/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[train]"
+	build/empty/bin/python -m pip install --no-compile --quiet --disable-pip-version-check "$$(echo dist/*.whl)[train]"
 	cd / && $(CURDIR)/build/empty/bin/python $(CURDIR)/tests/wheel_installed.py train
 
 # The environments stay: they are dear, and `make venv` keeps them right. rm -rf .venv* ends them.

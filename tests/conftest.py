@@ -12,6 +12,7 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
+from tests import sampled
 from tests.fake_device import selected
 
 settings.register_profile("tests", deadline=None)  # no test fails because a machine is slow
@@ -51,8 +52,10 @@ def _on_the_device_again() -> Iterator[None]:
         paddle.set_device(f"{selected.NAME}:0")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks which tests are of the matrix
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """On the simulated device: leave out what cannot run there, or everything without g++."""
+    sampled.mark_the_rest(items)
     if not selected.is_selected():
         return
     from tests.fake_device.known import KNOWN

@@ -13,8 +13,8 @@ group and calls it::
 
 A rank that fails, or does not end in time, fails the test with that rank's own output.
 
-Two ranks serve one test after the other. A test whose worker leaves its process unusable, or
-measures what a process holds, says ``fresh=True`` and has processes of its own.
+Two ranks, or three, serve one test after the other. A test whose worker leaves its process
+unusable, or measures what a process holds, says ``fresh=True`` and has processes of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import contextlib
 import functools
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -43,15 +44,17 @@ PATIENCE = 5.0
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` TCP ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """`count` TCP ports that were free a moment ago, all different.
+
+    They are below those that Linux gives to connections: other tests make many meanwhile.
+    """
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.add(port)
+    return [*found]
 
 
 def rank_environment(rank: int, ports: list[int]) -> dict[str, str]:
@@ -101,8 +104,8 @@ def run_ranks(
         fresh: Whether the ranks are processes of this call alone.
         **arguments: Picklable keyword arguments, the same for every rank.
     """
-    fresh = fresh or num_ranks != POOLED
-    ranks = _Ranks(num_ranks) if fresh else _pool()
+    fresh = fresh or num_ranks not in POOLED
+    ranks = _Ranks(num_ranks) if fresh else _pool(num_ranks)
     job = pickle.dumps((worker.__module__, worker.__qualname__, arguments))
     try:
         return ranks.run(job, timeout)
@@ -113,8 +116,11 @@ def run_ranks(
             _pool.cache_clear()
 
 
-POOLED = 2
-"""The number of ranks that are kept from one test to the next."""
+POOLED = (2, 3)
+"""The numbers of ranks that are kept from one test to the next.
+
+Three ranks wait 10 s and more until gloo has made a group of them (`distributed.groups`).
+"""
 
 
 class _Ranks:
@@ -195,8 +201,8 @@ class _Ranks:
 
 
 @functools.cache
-def _pool() -> _Ranks:
-    ranks = _Ranks(POOLED)
+def _pool(num_ranks: int) -> _Ranks:
+    ranks = _Ranks(num_ranks)
     atexit.register(ranks.end)
     return ranks
 

@@ -19,6 +19,8 @@ def main(repo: Path) -> None:
     installed = Path(paddle_recompute.__file__).parent
     assert repo / "build" / "site" in installed.parents, f"imported from {installed}"
 
+    assert (installed / "py.typed").is_file()  # type checkers look for it
+
     names = [
         module.name
         for module in pkgutil.walk_packages(paddle_recompute.__path__, "paddle_recompute.")

@@ -29,8 +29,12 @@ TINY = CONFIGS / "contrastive_ernie-tiny_2cpu.yaml"
 
 
 @pytest.fixture(autouse=True)
-def outside_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command sets variables for the ranks; they are put back after each test."""
+def outside_of_any_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets variables for the ranks; they are put back after each test.
+
+    It locks the run's folder, which is below the current one: no other process is to want it.
+    """
+    monkeypatch.chdir(tmp_path)
     for name in ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "FLAGS_use_stride_kernel"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))
     monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)

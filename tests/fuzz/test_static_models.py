@@ -152,5 +152,5 @@ def check(number: int) -> tuple[str, str | None]:
 @pytest.mark.filterwarnings("ignore")
 def test_random_models(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("ERROR")
-    found = budget.every_number(check, 16)
+    found = budget.every_number(check, 10)
     assert found["equal"] > LEAST_EQUAL * found.total() and found["refused"]
