@@ -547,8 +547,8 @@ def test_a_hook_that_has_ended_calls_nothing() -> None:
     changed.
     """
     layer, seen = paddle.nn.Linear(2, 2), []
-    call = functools.partial(lambda parameter: seen.append(parameter.grad.sum().item()))
-    gradients.on_gradient_added(layer.weight, types.MethodType(call, layer.weight))
+    call = functools.partial(lambda _: seen.append(layer.weight.grad.sum().item()))
+    gradients.on_gradient_added(layer.weight, types.MethodType(call, 1))
     for _ in range(3):
         layer(paddle.ones([1, 2])).sum().backward()
         if len(seen) == 2:
