@@ -34,7 +34,7 @@ def test_plan_writes_a_table_and_a_page(tmp_path: Path) -> None:
     budget = ["--memory-budget", "80MiB", "contrastive.global_batch=128", "--output", str(tmp_path)]
     result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *budget, *SMALL])
     assert result.exit_code == 0, result.output
-    assert "plan for 80.0 MiB" in result.output
+    assert "largest batch" in result.output and "plan for 80.0 MiB" in result.output
     for policy in ("plain", "every_n: 2", "segments: auto", "all", "smallest"):
         assert policy in result.output
     page = Page(tmp_path / "memory.html")
@@ -57,6 +57,9 @@ def test_estimate_tells_what_each_stage_takes_and_makes_a_plan() -> None:
     least = min(peaks.values())
     assert first["ranks"] == 3 and third["peak_bytes"] < first["peak_bytes"] < least
     assert peaks["smallest"] <= 50 * 2**20 < peaks["plain"]
+    batches = {row["policy"]: row["largest_batch"] or 0 for row in told["policies"]}
+    # The search stops within a 64th.
+    assert batches["plain"] < 258 <= batches["smallest"] * 65 / 64
     assert told["plan"]["memory_budget"] == 50 * 2**20
     given = [*arguments, *spread, "contrastive.chunk_size=32", "--memory-budget", "1GiB"]
     result = CliRunner().invoke(main, given)

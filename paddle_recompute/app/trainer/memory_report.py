@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from paddle_recompute.planner import (
     choices_of_policy,
     every,
     extrapolated,
+    largest_that_fits,
     make_plan,
     probe,
     segments,
@@ -36,7 +38,7 @@ from paddle_recompute.planner import (
     uniform,
 )
 
-HEAD = ("policy", "peak", "extra time", "peak at")
+MOST_ROWS = 2**20
 Progress = Callable[[int, int], None]
 
 
@@ -79,8 +81,9 @@ def memory_report(
     if folder is not None:
         require_bokeh()
     paddle.set_device(config.launch.device)
-    job, costs = _measured(config, progress)
-    steps, plan = _policies(costs), None
+    job, costs, probes = _measured(config, progress)
+    steps, plan = {name: step() for name, step in _policies(costs).items()}, None
+    batches = _largest_batches(probes, budget) if budget is not None and probes else {}
     if budget is not None and config.recompute.offload_parameters == "none":
         plan = make_plan(
             costs,
@@ -92,12 +95,14 @@ def memory_report(
         steps[f"plan for {format_bytes(budget)}"] = plan.timeline
     plain = steps["plain"].seconds
     extra = {name: one.seconds / plain - 1 if plain else 0.0 for name, one in steps.items()}
+    head = ["policy", "peak", "extra time", "peak at", *(["largest batch"] if batches else [])]
     rows = []
     for name, one in steps.items():
         over = " (over)" if budget is not None and one.peak.bytes > budget else ""
-        rows.append(
-            (name, format_bytes(one.peak.bytes) + over, f"{extra[name]:+.1%}", one.peak.where)
-        )
+        row = [name, format_bytes(one.peak.bytes) + over, f"{extra[name]:+.1%}", one.peak.where]
+        if batches:
+            row.append(str(_parts(config) * batches[name]) if batches.get(name) else "")
+        rows.append(row)
     title = f"one rank, {config.micro_batch} pairs per micro-batch of full length"
     words, found = "\n".join(_words(config, costs, plan)), stages(costs)
     files: tuple[Path, ...] = ()
@@ -105,7 +110,7 @@ def memory_report(
         last = list(steps)[-1]
         shown = {name: steps[name] for name in ("plain", "all", last)}
         parts = [
-            Part("Policies", head=HEAD, rows=rows, numbers=(1, 2), is_wide=True),
+            Part("Policies", head=head, rows=rows, numbers=(1, 2, 4), is_wide=True),
             Part("Memory over one step", chart=timeline_chart(shown, {"budget": budget})),
             Part("In words", text=words, is_wide=True),
         ]
@@ -119,6 +124,7 @@ def memory_report(
             "peak_bytes": one.peak.bytes,
             "binds_at": one.peak.where,
             "extra_time": extra[name],
+            "largest_batch": _parts(config) * batches[name] if batches.get(name) else None,
         }
         for name, one in steps.items()
     ]
@@ -127,28 +133,38 @@ def memory_report(
         "stages": [asdict(one) for one in found],
         "plan": None if plan is None else plan.to_dict(),
     }
-    return MemoryReport("\n".join([f"{title}:", *_table(rows), words]), figures, files)
+    return MemoryReport("\n".join([f"{title}:", *_table(head, rows), words]), figures, files)
 
 
-def _measured(config: Config, progress: Progress | None) -> tuple[Job, StepCosts]:
-    """The step and its costs; small batches stand for a large one, of which the calls are the same.
+def _measured(
+    config: Config, progress: Progress | None
+) -> tuple[Job, StepCosts, dict[int, StepCosts]]:
+    """The step, its costs, and those of the small batches that stand for a large one, of which the
+    calls are the same, by their rows.
 
-    Chunks are measured as they are.
+    Chunks are measured as they are, and no small batches.
     """
     section = config.contrastive
     chunks = Chunks(section.chunk_size, section.chunk_tokens)
     vocab_size = config.model.vocab_size or config.data.vocab_size
     if chunks:
         job = job_of(config, vocab_size, chunks)
-        return job, job.measure(progress=progress)
-    parts = config.world_size * config.strategy.gradient_merge_configs.k_steps
-    small = section.model_copy(update={"global_batch": parts * min(config.micro_batch, 64)})
+        return job, job.measure(progress=progress), {}
+    small = section.model_copy(
+        update={"global_batch": _parts(config) * min(config.micro_batch, 64)}
+    )
     job = job_of(config.model_copy(update={"contrastive": small}), vocab_size, chunks)
-    return job, extrapolated(probe(job, progress), config.micro_batch)
+    probes = probe(job, progress)
+    return job, extrapolated(probes, config.micro_batch), probes
 
 
-def _policies(costs: StepCosts) -> dict[str, Timeline]:
-    """The step under what users choose by hand, and under the choice with the smallest peak."""
+def _parts(config: Config) -> int:
+    """How many micro-batches a global batch has."""
+    return config.world_size * config.strategy.gradient_merge_configs.k_steps
+
+
+def _policies(costs: StepCosts) -> dict[str, Callable[[], Timeline]]:
+    """Simulates the step under what users choose by hand, and with the smallest peak."""
     layers = len({call.layer for call in costs.calls})
     options = dict.fromkeys(name for call in costs.calls for name in call.options)
     found: dict[str, tuple[Choice, ...]] = {"plain": uniform(costs, PLAIN)}
@@ -157,8 +173,21 @@ def _policies(costs: StepCosts) -> dict[str, Timeline]:
     if layers > 2:
         found["segments: auto"] = segments(costs, max(2, round(layers**0.5)))
     found["all"] = uniform(costs, WHOLE)
-    steps = {name: simulate(costs, choices) for name, choices in found.items()}
-    return steps | {"smallest": smallest(costs).timeline}
+    steps = {name: functools.partial(simulate, costs, one) for name, one in found.items()}
+    return {**steps, "smallest": lambda: smallest(costs).timeline}
+
+
+def _largest_batches(probes: dict[int, StepCosts], budget: int) -> dict[str, int]:
+    """Rows of the largest micro-batch that each policy keeps within `budget`; 0: none fits."""
+    policies = functools.cache(lambda rows: _policies(extrapolated(probes, rows)))
+
+    def largest(name: str) -> int:
+        def fits(rows: int) -> bool:
+            return policies(rows)[name]().peak.bytes <= budget
+
+        return largest_that_fits(fits, MOST_ROWS, least=min(probes), close=64) or 0
+
+    return {name: largest(name) for name in policies(min(probes))}
 
 
 def _words(config: Config, costs: StepCosts, plan: RecomputePlan | None) -> list[str]:
@@ -184,10 +213,10 @@ def _words(config: Config, costs: StepCosts, plan: RecomputePlan | None) -> list
     return words
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of the table, under their head."""
-    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in [HEAD, *rows]
+        for row in [head, *rows]
     ]
