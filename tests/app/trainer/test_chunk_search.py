@@ -195,6 +195,8 @@ def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatc
     """Texts of any one length, in chunks of the same tokens."""
     config, chunks = config_of(None), Chunks(tokens=8 * LONGEST)
     dearest = measure_step(config, 100, chunks)
+    # With more chunks, more second outputs (float32) wait for their comparison.
+    waiting = 4 * config.model.hidden_size * config.local_batch
     make = memory.largest_batch
     for length in (2, 5, 8, LONGEST):
 
@@ -206,7 +208,7 @@ def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(memory, "largest_batch", of_one_length)
         # A chunk of lengths that leave no remainder may have a text more.
-        assert measure_step(config, 100, chunks) < 1.02 * dearest, length
+        assert measure_step(config, 100, chunks) < 1.02 * dearest + waiting, length
 
 
 @pytest.mark.parametrize(
