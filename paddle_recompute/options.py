@@ -227,7 +227,11 @@ class RecomputeConfig(Options):
         *needs("policy=budget", "memory_budget"),
         *needs("memory_budget", "policy=budget"),
         *needs("offload_parameters", "num_shards"),
-        *apart("policy=budget", "offload", because="a plan keeps inputs on the device"),
+        *apart(
+            "policy=budget",
+            "offload",
+            because="a plan keeps inputs on the device; policy: all does not",
+        ),
         *apart("engine=fleet", "policy=segments", "policy=budget", "offload"),
         *apart(
             "offload_parameters",
