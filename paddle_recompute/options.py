@@ -53,14 +53,15 @@ def apart(condition: str, *others: str, because: str = "") -> tuple[Rule, ...]:
         condition: ``"policy=budget"``; or ``"policy"``, any value but the default. Several that
             hold together are joined by ``" & "``; the first is the one that is told.
         *others: Conditions; their option is to blame.
-        because: The reason, and what to use instead.
+        because: The reason, and behind a semicolon what to do; else one is to be removed.
     """
 
     def refuse(given: Given, other: str) -> Iterator[tuple[str, str]]:
         if all([_holds(given, one) for one in (*condition.split(" & "), other)]):
             path = condition.partition(" & ")[0].partition("=")[0]
             reason = f": {because}" if because else ""
-            words = f"does not go with {path}: {in_yaml(given[path])}{reason}; remove one of them"
+            advice = "" if "; " in because else "; remove one of them"
+            words = f"does not go with {path}: {in_yaml(given[path])}{reason}{advice}"
             yield other.partition("=")[0], words
 
     return tuple(partial(refuse, other=other) for other in others)

@@ -129,6 +129,8 @@ def _are_equal(then: paddle.Tensor, now: paddle.Tensor) -> paddle.Tensor:
 
     `now` is written to.
     """
+    if now.size == 0:
+        return paddle.to_tensor(True)
     if now.dtype in _HALF:
         then, now = then.astype("float32"), now.astype("float32")
     if now.ndim != 2:

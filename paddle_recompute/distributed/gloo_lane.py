@@ -94,6 +94,7 @@ class Job(Generic[Result]):
         self.numbers = numbers
         self._function = function
         self._has_met = has_met
+        self._has_begun = threading.Event()
         self._done = threading.Event()
         self._result: Result
         self.error: BaseException | None = None
@@ -104,6 +105,7 @@ class Job(Generic[Result]):
             peers().check(self.scope, self.label)
             sums = [] if self._has_met else lane.meet(self)
             self.started = time.perf_counter()
+            self._has_begun.set()
             if self._function is None:
                 self._result = sums  # type: ignore[assignment]
             else:
@@ -113,6 +115,7 @@ class Job(Generic[Result]):
         except BaseException as error:
             self.error = error
         finally:
+            self._has_begun.set()
             self._done.set()
 
     def wait_for(self, part: threading.Event) -> None:
@@ -139,7 +142,10 @@ class Job(Generic[Result]):
             SyncError: The ranks are at different collectives.
         """
         if not self._done.is_set():
-            peers().wait_until(self._done.wait, self.label, self.scope)
+            peers().wait_until(self._has_begun.wait, self.label, self.scope)
+            # The ranks have met here. Now each computes too, as in a Program, one longer than
+            # another, which may be at its next collective already.
+            peers().wait_until(self._done.wait, self.label, self.scope, announces=False)
         error = self.error
         if error is None:
             return self._result

@@ -226,12 +226,23 @@ class _Group:
         return chosen[::-1]
 
     def _spans(self, room: int) -> Iterator[_Span]:
+        calls = self.costs.calls
         for first, number in enumerate(self.order):
-            for option in self.costs.calls[number].options:
+            options = calls[number].options
+            for option in options:
                 yield from self._spans_from(first, option, room)
+            # A segment gives up more than it keeps where inputs of its calls are large.
+            least = min(
+                kept_bytes(calls, number, one) - given_up_bytes(calls, number, one)
+                for one in options.values()
+            )
+            room -= min(0, least)
 
     def _spans_from(self, first: int, option: str, room: int) -> Iterator[_Span]:
-        """One call and, if it is recomputed, segments, where each call continues the one before."""
+        """One call and, if it is recomputed, segments, where each call continues the one before.
+
+        Segments that need more than `room`, with what earlier calls may give up, are left out.
+        """
         calls, start = self.costs.calls, self.order[first]
         kept, seconds = 0, 0.0
         ahead = 0  # the peaks of the forwards

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import paddle
 
-from paddle_recompute._paddle.layers import is_parameter
+from paddle_recompute._paddle.layers import MEMBER_DICTS, is_parameter
 from paddle_recompute.replay.contents import Held, HeldTuple, content_of, hold, is_same
 
 FLAG = "training"
@@ -67,9 +67,9 @@ class Entries:
             for name in changed
             if name != FLAG
             and (
-                _is_built(now.get(name))
+                _is_built(_held_now(now, name))
                 if is_cache
-                else _is_own_state(before.get(name), now.get(name))
+                else _is_own_state(before.get(name), _held_now(now, name))
             )
         }
         self._size = len(now) if self._size == len(now) else -1
@@ -99,6 +99,14 @@ class Entries:
         ]
         changed += (self._names & entries.keys()) - before.keys()
         return [name for name in changed if name not in self._left]
+
+
+def _held_now(entries: dict[str, Any] | Attributes, name: str) -> Any:
+    """What `name` holds; a Layer keeps Layers and parameters beside its attributes."""
+    value = entries.get(name)
+    for members in MEMBER_DICTS[:2] if value is None else ():
+        value = entries.get(members, {}).get(name, value)
+    return value
 
 
 def _are(some: Iterable[Any], others: Iterable[Any]) -> bool:

@@ -162,12 +162,14 @@ class _Captured:
 
     Attributes:
         name: The variable or attribute that holds it, or holds its list.
-        owner: The Layer that holds it in another way than as parameter or buffer.
+        owner: The only Layer that holds it, in another way than as parameter or buffer; None where
+            code reads it, or several Layers.
     """
 
-    __slots__ = ("_stamp", "_tensor", "name", "owner")
+    __slots__ = ("_stamp", "_tensor", "identity", "name", "owner")
 
     def __init__(self, tensor: paddle.Tensor, name: str, owner: paddle.nn.Layer | None) -> None:
+        self.identity = id(tensor)
         # Without its graph, but with its memory and version counter.
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
         self._stamp = _writes.stamp(tensor)
@@ -211,7 +213,8 @@ class _Search:
         self._objects: list[tuple[Any, set[str]]] = []  # with the names looked up so far
         self.names: set[str] = set(UNNAMED)
         self._any_name = False
-        self._owner: paddle.nn.Layer | None = None
+        self._owner: paddle.nn.Layer | None = None  # whose code or attribute is visited
+        self._holder: paddle.nn.Layer | None = None  # whose attribute is visited
         self._kinds: dict[type, Kind] = {}
         self._read_by_others: dict[int, set[str]] = {}  # of Layers and kinds, by id
 
@@ -232,7 +235,11 @@ class _Search:
     def _visit(self, value: Any, name: str) -> None:
         """Visit `value`, which `name` holds, and its content."""
         kind = type(value)
-        if kind in _LEAVES or id(value) in self._seen:
+        if kind in _LEAVES:
+            return
+        if id(value) in self._seen:
+            if self.tensors and self._holder is not None:
+                self._share(value)
             return
         if kind in weakref.ProxyTypes:
             value = value.__repr__.__self__  # what it stands for
@@ -248,7 +255,7 @@ class _Search:
             self.layers[id(value)] = value
             self._visit_layer(value)
         elif isinstance(value, paddle.Tensor):
-            self.tensors.append(_Captured(value, name, self._owner))
+            self.tensors.append(_Captured(value, name, self._holder))
         elif isinstance(value, (list, tuple, set, frozenset, dict, deque)):
             if len(value) <= LONGEST_SEARCHED:
                 self._visit_container(value, name)
@@ -268,6 +275,13 @@ class _Search:
             self._objects.append((value, set()))
         else:
             self.may_draw |= getattr(value, "__module__", "") not in _WITHOUT_STREAMS
+
+    def _share(self, value: Any) -> None:
+        """Another Layer holds `value` too: which of them is called does not matter any more."""
+        held = {id(leaf) for leaf in _nested.leaves_of(value)}
+        for one in self.tensors:
+            if one.owner is not self._holder and one.identity in held:
+                one.owner = None
 
     def _visit_container(self, value: Any, name: str) -> None:
         is_watched = isinstance(value, (list, deque, dict))
@@ -347,10 +361,10 @@ class _Search:
             layers = [one for one in layers if one is root or id(one) not in self._seen]
         self.snapshot.layers += layers
         self._seen.update(zip(map(id, layers), layers, strict=True))
-        first = dict(zip(map(type, layers), layers, strict=True))
-        for layer_class in first.keys() & self._kinds.keys():
-            del first[layer_class]
-        self._kinds.update(zip(first, map(kind_of, first), strict=True))
+        of_class = dict(zip(map(type, layers), layers, strict=True))
+        for layer_class in of_class.keys() & self._kinds.keys():
+            del of_class[layer_class]
+        self._kinds.update(zip(of_class, map(kind_of, of_class), strict=True))
         dicts, readers, before = [one.__dict__ for one in layers], [], []
         for layer_class, entries in zip(map(type, layers), dicts, strict=True):
             kind = self._kinds[layer_class]
@@ -364,17 +378,18 @@ class _Search:
             if type(value) not in _LEAVES
         }
         for place in others:
-            self._owner = layers[place]
+            self._owner = self._holder = layers[place]
             if self._visit_values(readers[place], before[place]):
                 self._watch_graphs(dicts[place], readers[place], before[place])
                 readers[place], before[place] = _NOTHING, ()
+        self._holder = None
         self.snapshot.add_all(dicts, readers, before)
         if any(map(any, map(_hook_dicts, dicts))):
             for self._owner in layers:
                 for hooks in _hook_dicts(self._owner.__dict__):
                     for hook in hooks.values():
                         self._visit(hook, "a hook")
-        for layer_class, self._owner in first.items():
+        for layer_class, self._owner in of_class.items():
             kind = self._kinds[layer_class]
             self.may_draw |= kind.may_draw
             for method in kind.methods:

@@ -365,6 +365,47 @@ def test_what_a_later_chunk_changes_is_seen(what: str, chunks: list[int]) -> Non
     assert same_bits(*found) if what != "sublayer" else relative_difference(*found) < 1e-6
 
 
+class BuildsLater(Encoder):
+    """The first forward builds a Layer in the place of None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = None
+
+    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+        output = super().forward(ids)
+        if self.head is None:
+            self.head = paddle.nn.Linear(WIDTH, WIDTH)
+        return self.head(output)
+
+
+def test_a_layer_that_is_built_in_the_place_of_none() -> None:
+    found = []
+    for is_cached in (False, True):
+        paddle.seed(1)
+        encoder = BuildsLater()
+        encoder.eval()  # as dropout would be drawn after the first forward's new parameters
+        if is_cached:
+            GradCache(encoder, criterion, chunk_size=SIZE).backward(texts(1), texts(2))
+        else:
+            one_shot(encoder, criterion, texts(1), texts(2), chunk_size=SIZE)
+        found.append([one for one in gradients(encoder) if one is not None])
+    assert len(found[0]) == len(found[1]) and same_bits(*found)
+
+
+def test_an_output_without_columns() -> None:
+    layer = paddle.nn.Linear(4, 4)
+
+    def encoder(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        return layer(x), layer(x)[:, :0]
+
+    def loss(query: Any, positive: Any) -> paddle.Tensor:
+        return (query[0] * positive[0]).sum() + query[1].sum()
+
+    GradCache(encoder, loss, chunk_size=2).backward(paddle.ones([4, 4]), paddle.ones([4, 4]))
+    assert layer.weight.grad is not None
+
+
 def test_chunks_share_the_record_of_what_does_not_change() -> None:
     encoder, searches = Encoder(), []
     row = Row(encoder, "")

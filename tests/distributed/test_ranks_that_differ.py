@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,14 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_recompute.distributed import barrier, broadcast_from_rank0, mean_over_ranks
+from paddle_recompute.distributed import (
+    barrier,
+    broadcast_from_rank0,
+    mean_over_ranks,
+    run_collective,
+)
+from paddle_recompute.distributed._meetings import SETTLED
+from paddle_recompute.distributed.control_server import TICK
 from paddle_recompute.errors import PeerError, SyncError
 from paddle_recompute.grad_sync import GradientSync
 from tests.distributed.mortal_ranks import results_of
@@ -157,6 +165,13 @@ def one_step_more_on_one_rank() -> str:
     return message_of(SyncError, barrier if is_second() else step)
 
 
+def longer_on_one_rank() -> float:
+    """A collective that ends with some computing, and then another one."""
+    seconds = (2 + SETTLED) * TICK if is_second() else 0.0
+    run_collective(lambda: time.sleep(seconds), "the run of a Program")
+    return mean_over_ranks(float(dist.get_rank()))
+
+
 def too_late() -> str:
     return message_of(PeerError, lambda: wait_for_rank0(stall_timeout=2, late=4))
 
@@ -253,3 +268,7 @@ def test_a_rank_that_comes_after_the_limit_ends_too() -> None:
     first, second = results_of(too_late)
     assert "rank 0 did not come within 2 s (stall_timeout)" in second
     assert first.startswith("rank 1 failed in step 2: rank 0 did not come within")
+
+
+def test_a_rank_that_computes_longer_in_a_collective_is_waited_for() -> None:
+    assert run_ranks(longer_on_one_rank, num_ranks=2) == [0.5, 0.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from dataclasses import replace
 
@@ -47,6 +48,21 @@ def test_it_finds_the_fastest_of_all_choices(length: int, seed: int) -> None:
         assert found.peak <= budget
         fastest = min(seconds for peak, seconds in every if peak <= budget)
         assert found.seconds == pytest.approx(fastest, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("seed", [562, 1118, 1320, 2004])
+def test_segments_that_give_up_more_than_they_keep(seed: int) -> None:
+    draw = random.Random(seed)
+    costs = chain(5, seed)
+    calls = []
+    for call in costs.calls:
+        keeps = draw.random() < 0.4
+        options = {name: replace(one, keeps_output=keeps) for name, one in call.options.items()}
+        calls.append(replace(call, options=options))
+    costs = replace(costs, calls=tuple(calls))
+    lowest = min(simulate(costs, choices).peak.bytes for choices in every_choice(5, OPTIONS))
+    found = solve(costs, lowest)
+    assert found is not None and found.peak == lowest
 
 
 def test_the_smallest_budget_is_the_smallest_peak_of_all_choices() -> None:

@@ -287,6 +287,37 @@ def test_metric(run: Run) -> Seen:
     return {"x": x, "layer": layer}
 
 
+class Holds(paddle.nn.Layer):
+    """Reads a tensor that is not its own: in an attribute or a list, or in code."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+        self.scale = paddle.nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.held[0] if isinstance(self.held, list) else self.held
+        return self.scale(x) * (SHARED[0] if held is None else held)
+
+
+SHARED = [paddle.ones([4])]
+
+
+@pytest.mark.parametrize("called", [0, 1, 2])
+@pytest.mark.parametrize("where", ["attribute", "list", "code", "hook"])
+def test_one_of_the_layers_that_share_a_tensor_is_called(where: str, called: int) -> None:
+    shared = SHARED[0] = paddle.ones([4])
+    held = {"attribute": shared, "list": [shared]}.get(where)
+    layers = [paddle.nn.Tanh() if where == "hook" else Holds(held) for _ in range(3)]
+    for layer in layers if where == "hook" else ():
+        layer.register_forward_post_hook(lambda _layer, _inputs, output: output * shared)
+    blocks = paddle.nn.LayerList(layers)
+    output = recompute(lambda x: blocks[called](x), leaf(3, 4))
+    in_place(shared)
+    with pytest.raises(RecomputeError, match="was changed in place"):
+        output.sum().backward()
+
+
 def test_plain_backwards_see_nothing_of_it() -> None:
     """Paddle lets weights change before a backward; who does not recompute is not refused."""
     layer = net()

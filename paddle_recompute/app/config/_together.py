@@ -33,7 +33,11 @@ IN_A_PROGRAM = _apart(
 WHAT_GOES_TOGETHER = (
     *IN_A_PROGRAM,
     *_apart(
-        (f"mode=static & {_AMP}", "strategy.amp_configs.dtype=float16", "it has no loss scale"),
+        (
+            f"mode=static & {_AMP}",
+            "strategy.amp_configs.dtype=float16",
+            "it has no loss scale; set dtype: bfloat16",
+        ),
         ("mode=static", f"{_PLACE} strategy.sharding", "a Program owns its parameters"),
         ("mode=static", "train.compile", "it is one Program as it is"),
         ("mode=static", "train.on_oom", "a Program may have updated some of the parameters"),
@@ -57,8 +61,16 @@ WHAT_GOES_TOGETHER = (
         (_COMPILED, "recompute.offload", "the executor of a Program owns what the backward needs"),
         (_COMPILED, "recompute.engine", "to_static drops fleet's recompute without a word"),
         (_COMPILED, "recompute.policy=budget", "a plan is measured in eager execution; use all"),
-        ("strategy.lamb", "train.weight_decay", "set strategy.lamb_configs.lamb_weight_decay"),
-        ("strategy.lars", "train.weight_decay", "set strategy.lars_configs.lars_weight_decay"),
+        (
+            "strategy.lamb",
+            "train.weight_decay",
+            "it is AdamW's; set strategy.lamb_configs.lamb_weight_decay",
+        ),
+        (
+            "strategy.lars",
+            "train.weight_decay",
+            "it is AdamW's; set strategy.lars_configs.lars_weight_decay",
+        ),
         ("contrastive.chunk_size", _K_STEPS, _SEPARATE),
         ("contrastive.chunk_tokens", _K_STEPS, _SEPARATE),
         ("contrastive.memory_budget", _K_STEPS, _SEPARATE),
