@@ -221,8 +221,9 @@ class GradCache:
                 not clear which tensor `chunk_tokens` must cut, no input has tokens, or all have and
                 `chunk_size` was given, too; or the call is under
                 ``paddle.no_grad`` or while a static graph is built.
-            RecomputeError: The second forward of a chunk returned other values than the first, in
-                this call, or in one of those since the last check; see `check_repetition`.
+            RecomputeError: The second forward of a chunk returned other values than the first (by
+                5 % of the largest number of a row), in this call, or in one of those since the last
+                check; see `check_repetition`.
             SyncError: See `GradientSync.last_backward`.
         """
         _check_mode()
