@@ -14,6 +14,7 @@ from paddle.base import core
 from paddle_recompute import GradCache, compile_model
 from paddle_recompute._paddle import amp as tracer_state
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
+from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import is_recomputing
 from paddle_recompute.replay import Reach, Row, call
@@ -393,6 +394,9 @@ def test_a_layer_that_is_built_in_the_place_of_none() -> None:
     assert len(found[0]) == len(found[1]) and same_bits(*found)
 
 
+@pytest.mark.skipif(
+    paddle_version() < (3, 0, 0), reason="Paddle 2.6 does not join such tensors itself"
+)
 def test_an_output_without_columns() -> None:
     layer = paddle.nn.Linear(4, 4)
 
