@@ -152,7 +152,7 @@ define fuzz
 @end=$$(( $$(date +%s) + $(FUZZ_SECONDS) )); seed=$(FUZZ_SEED); \
 while :; do \
     FUZZ_PROGRAMS=$(FUZZ_PROGRAMS) FUZZ_SEED=$$seed \
-        $(1)/bin/python -m pytest -q -s $(or $(ARGS),tests/fuzz) || exit 1; \
+        $(1)/bin/python -m pytest -q -s -o faulthandler_timeout=0 $(or $(ARGS),tests/fuzz) || exit 1; \
     [ $$(date +%s) -lt $$end ] || break; \
     seed=$$(( seed + 1 )); \
 done
@@ -167,7 +167,7 @@ fuzz26: venv26
 # Random bytes for every reader of files; own errors only. make fuzz-readers READER_EXAMPLES=100000
 READER_EXAMPLES ?= 5000
 fuzz-readers: venv
-	READER_EXAMPLES=$(READER_EXAMPLES) .venv/bin/python -m pytest -q --timeout=0 tests/fuzz/test_readers.py tests/fuzz/test_what_readers_read.py
+	READER_EXAMPLES=$(READER_EXAMPLES) .venv/bin/python -m pytest -q --timeout=0 -o faulthandler_timeout=0 tests/fuzz/test_readers.py tests/fuzz/test_what_readers_read.py
 
 # On a simulated device, which g++ builds (tests/fake_device): the tests whose subject a device
 # changes, with collectives and copies that are late. Of long tables it runs a sample
