@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import sys
@@ -14,6 +13,7 @@ from hypothesis import settings
 
 from tests import sampled
 from tests.fake_device import selected
+from tests.forked_ranks import faults_end_the_process
 
 settings.register_profile("tests", deadline=None)  # no test fails because a machine is slow
 settings.load_profile("tests")
@@ -73,15 +73,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     They live as long as the process, so collections leave them out: ``gc.collect`` takes 0.1 s with
     Paddle imported, and the memory probe alone makes two.
 
-    Paddle has replaced the handlers of SIGSEGV and SIGABRT. Its own call malloc, so a process whose
-    heap is damaged hangs in them for ever and says nothing. Python's write where each thread is.
+    Paddle has replaced the handlers of SIGSEGV and SIGABRT (tests/forked_ranks.py).
     """
     if "paddle" in sys.modules:
         _multiply_once()
     gc.collect()
     gc.freeze()
-    faulthandler.disable()
-    faulthandler.enable(session.config.stash[fault_handler_stderr_fd_key])
+    faults_end_the_process(session.config.stash[fault_handler_stderr_fd_key])
 
 
 def _multiply_once() -> None:

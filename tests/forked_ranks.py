@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tests.fake_device import selected
 
@@ -141,8 +141,20 @@ def start(
 
 def print_stacks_on_request() -> None:
     """After a fault of the memory, or SIGUSR1: also where the main thread is in C++ for ever."""
-    faulthandler.enable()  # in place of Paddle's handlers, which may hang (tests/conftest.py)
+    faults_end_the_process(sys.stderr)
     faulthandler.register(signal.SIGUSR1)
+
+
+def faults_end_the_process(where: int | TextIO) -> None:
+    """A fault of the memory writes where each thread is, and nothing of Paddle's runs after it.
+
+    Paddle's own handlers call malloc, so a process whose heap is damaged hangs in them for ever. It
+    does so too where Python's handler has the word first: that one calls the handler it replaced.
+    """
+    faulthandler.disable()
+    for fault in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT):
+        signal.signal(fault, signal.SIG_DFL)
+    faulthandler.enable(where)
 
 
 def _serve() -> dict[str, Any] | None:
