@@ -111,9 +111,10 @@ parity26: venv26
 	@.venv26/bin/python -m paddle_recompute parity --config $(CONFIG) $(ARGS)
 
 # Three processes for two cores: tests of ranks wait much. Each runs whole files, whose fixtures may take
-# half a minute. make test PARALLEL= runs one test after the other.
+# half a minute. A file whose test ends its process begins again in a new one, twice in a run.
+# make test PARALLEL= runs one test after the other.
 WORKERS ?= 3
-PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 test: venv
 	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
