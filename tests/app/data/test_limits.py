@@ -68,7 +68,7 @@ def test_numbers_of_thousands_of_digits_are_bad_lines(tmp_path: Path, number: st
     assert (len(found.pairs), len(found.skipped)) == (1, 1)
 
 
-@pytest.mark.parametrize("letters", ["a", ",", "汉", " x"], ids=ascii)
+@pytest.mark.parametrize("letters", ["a", " x"], ids=ascii)
 def test_time_is_linear_in_the_length_of_a_word(tmp_path: Path, letters: str) -> None:
     """Ten times the length takes about ten times as long, not a hundred times."""
     seconds = []

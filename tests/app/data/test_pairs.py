@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_recompute.app.data import Pair, read_pairs
-from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.errors import DataError
 
 # Any text that JSON and UTF-8 can hold; what is around it in whitespace is not part of it.
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).map(str.strip).filter(bool)
@@ -88,11 +88,6 @@ def test_last_line_needs_no_end_and_blank_lines_are_no_data(tmp_path: Path) -> N
     jsonl = '\n{"query": "猫", "positive": "cat"}\n \t\n{"query": "狗", "positive": "dog"}'
     assert tsv.pairs == read_pairs(write(tmp_path, "pairs.jsonl", jsonl)).pairs
     assert tsv.pairs == [Pair("猫", "cat"), Pair("狗", "dog")]
-
-
-def test_quotes_are_text(tmp_path: Path) -> None:
-    found = read_pairs(write(tmp_path, "pairs.tsv", '"a\tb"\n'))
-    assert found.pairs == [Pair('"a', 'b"')]
 
 
 BAD_TSV = {
@@ -188,8 +183,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "folder.tsv").mkdir()
     with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
         read_pairs(tmp_path / "folder.tsv")
-    with pytest.raises(ConfigError, match="on_bad_line is 'ignore'; allowed are 'raise' and"):
-        read_pairs(tmp_path / "pairs.tsv", on_bad_line="ignore")  # type: ignore[arg-type]
 
 
 def test_damaged_gzip(tmp_path: Path) -> None:

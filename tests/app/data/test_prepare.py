@@ -12,9 +12,8 @@ import pytest
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import Pair, PreparedData, Split, cedict, prepare, prepare_data
 from paddle_recompute.app.data.prepare import build_pool
-from paddle_recompute.errors import DataError, DependencyError
+from paddle_recompute.errors import DataError, DependencyError, OutputError
 from tests.app.trainer.test_trainer import tiny
-from tests.ranks import run_ranks
 
 WORDS = ["red", "green", "blue", "white", "black", "grey", "pink", "brown"]
 ENTRIES = [
@@ -203,37 +202,5 @@ def test_cache_that_cannot_be_used(
         prepare_data(config, 1, no_barrier)
     assert not (folder / "cache").exists()
     (folder / "cache").write_text("a file where the folder should be")
-    with pytest.raises(DataError, match=r"cannot be written \(.*set data.cache_dir, or the var"):
+    with pytest.raises(OutputError, match=r"cannot be written \(.*set data.cache_dir, or the var"):
         prepare_data(config, 0, no_barrier)
-
-
-def prepare_on_this_rank(folder: str, late: float) -> dict[str, Any]:
-    import time
-
-    import paddle.distributed as dist
-
-    from paddle_recompute.distributed import barrier
-
-    trained = []
-
-    def slow_training(*arguments: Any) -> None:
-        time.sleep(late)
-        trained.append(1)
-        train(*arguments)
-
-    train, prepare.train_tokenizer = prepare.train_tokenizer, slow_training
-    cedict._entries = lambda: ENTRIES
-    config = config_of(Path(folder), source="cedict", train_file=None)
-    data = prepare_data(config, dist.get_rank(), barrier)
-    tokens = data.tokenizer.encode([*data.pool, *(pair.query for pair in data.train)], 12)
-    return {
-        "trained": len(trained),
-        "data": (data.train, data.valid, data.pool, data.notes, tokens.tolist()),
-    }
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    """Rank 0 makes the files, rank 1 waits for it and has the same data."""
-    first, second = run_ranks(prepare_on_this_rank, 2, folder=str(tmp_path), late=0.5)
-    assert (first["trained"], second["trained"]) == (1, 0)
-    assert first["data"] == second["data"]

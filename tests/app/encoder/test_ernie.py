@@ -166,25 +166,6 @@ def test_row_of_only_padding_does_no_harm(pooling: str, projection_size: int | N
     np.testing.assert_allclose(vectors.numpy()[:3], alone.numpy(), rtol=0, atol=FLOAT32)
 
 
-def test_sublayers_and_parameters_have_the_names_that_patterns_and_files_use() -> None:
-    model = build_model(tiny(projection_size=7), VOCAB_SIZE)
-    assert isinstance(model.encoder, paddle.nn.TransformerEncoder)
-    block = [
-        *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")),
-        *("linear1", "linear2", "norm1", "norm2"),
-    ]
-    with_bias = [
-        "embeddings.layer_norm",
-        *(f"encoder.layers.{number}.{part}" for number in range(3) for part in block),
-        "pooler.dense",
-        "projection",
-    ]
-    assert set(model.state_dict()) == {
-        *(f"embeddings.{table}.weight" for table in ("word", "position", "token_type")),
-        *(f"{layer}.{kind}" for layer in with_bias for kind in ("weight", "bias")),
-    }
-
-
 def test_initial_weights_are_drawn_as_published() -> None:
     paddle.seed(3)
     config = tiny(hidden_size=60, intermediate_size=80, initializer_range=0.05, projection_size=40)

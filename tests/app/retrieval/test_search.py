@@ -86,12 +86,6 @@ def test_nothing_to_search_for_is_told(queries: list[str], pools: Path) -> None:
         Index.load(pools / "npy").search(queries)
 
 
-def test_pool_of_another_model_is_refused(pools: Path, tmp_path: Path) -> None:
-    make_run(tmp_path, seed=1)
-    with pytest.raises(DataError, match="was encoded by another model than that in"):
-        Index.load(pools / "npy").search(["cat"], encoder=load_encoder(tmp_path / "run"))
-
-
 def copy_of(pools: Path, folder: Path) -> Path:
     shutil.copytree(pools / "npy", folder, dirs_exist_ok=True)
     return folder / "pool.npy"

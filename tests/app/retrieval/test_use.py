@@ -25,7 +25,6 @@ from paddle_recompute.app.retrieval import (
     encode_file,
     encode_texts,
     load_encoder,
-    mine,
 )
 from paddle_recompute.app.retrieval import encoding as encode_module
 from paddle_recompute.app.trainer import Trainer
@@ -138,7 +137,7 @@ def test_training_with_prompts_is_training_on_texts_that_begin_with_them(tmp_pat
         (made / "valid.tsv").write_text("".join(lines[40:]))
         changes = PROMPTS if name == "prompts" else {}
         own = {"data__valid_file": str(made / "valid.tsv"), "data__pool_size": 20}
-        own["data__valid_pairs"] = DataConfig.model_fields["valid_pairs"].default
+        own["data__valid_pairs"] = DataConfig.valid_pairs
         config = tiny(made, train__max_steps=3, contrastive__hard_negatives=1, **own, **changes)
         record = Trainer(config).run()
         checkpoint = find_checkpoint(config.train.output_dir / "checkpoint")
@@ -287,7 +286,6 @@ def test_arguments_of_other_types_are_refused(folder: Path, tmp_path: Path) -> N
         (r"vectors of shape \(1, 0\) and 1 texts", lambda: Index(ones[:, :0], some)),
         ("encoder 'run'; load_encoder", lambda: Index(ones, some, encoder="run")),
         ("encoder 'run'; load_encoder", lambda: encode_texts("run", some)),
-        ("encoder 'run'; load_encoder", lambda: mine("run", "a.tsv", "b.txt", "c.jsonl")),
         ("side='doc'; allowed are", lambda: encode_texts(encoder, some, side="doc")),
         ("text 'abc' in place of a list", lambda: Index(ones, "abc")),
         ("texts of generator; allowed is a list", lambda: Index(ones, (x for x in some))),
