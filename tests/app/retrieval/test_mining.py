@@ -168,31 +168,6 @@ def test_a_killed_run_continues_to_the_same_bytes(
     assert mined(made, output, faiss=factory) == whole  # nothing is left to do
 
 
-def test_a_run_killed_before_its_first_record_counts_once(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder = load_encoder(made / "run")
-    lines = (made / "pairs.tsv").read_text(encoding="utf-8").splitlines()
-    pairs = tmp_path / "pairs.tsv"
-    pairs.write_text("".join(f"{line}\told\n" for line in lines), encoding="utf-8")
-    arguments = (encoder, pairs, made / "pool.txt")
-    whole = mine(*arguments, tmp_path / "whole.jsonl")
-    written = module.write_json
-
-    def kill(path: Path, tree: dict[str, Any]) -> None:
-        if tree["done"]:
-            raise Killed
-        written(path, tree)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "write_json", kill)
-        with pytest.raises(Killed):
-            mine(*arguments, tmp_path / "parts.jsonl")
-    assert (tmp_path / "parts.jsonl").stat().st_size
-    assert mine(*arguments, tmp_path / "parts.jsonl") == whole
-    assert whole["replaced"] == len(lines) + 1
-
-
 def test_other_inputs_are_refused(made: Path, tmp_path: Path) -> None:
     output, pool = tmp_path / "out.jsonl", tmp_path / "out.jsonl.pool.npy"
     mined(made, output)
