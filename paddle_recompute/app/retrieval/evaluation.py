@@ -66,11 +66,13 @@ def encode_batches(
         zero).
 
     Raises:
-        DataError: There are no texts.
+        DataError: There are no texts, or `batch_size` is less than 1.
         SyncError: The ranks' texts differ.
     """
-    if not texts:
-        raise DataError("received no texts")
+    if not texts or batch_size < 1:
+        raise DataError(
+            f"received {len(texts)} texts and batch_size={batch_size}; both must be at least 1"
+        )
     rank, num_ranks = place_of(over_ranks)
     if num_ranks > 1:  # joined vectors of different texts would mean nothing
         checksum = zlib.crc32("\0".join(texts).encode())
@@ -140,10 +142,11 @@ def retrieval_metrics(
         [0, 1]; ``pool_size`` = m and ``queries`` = n, integers.
 
     Raises:
-        DataError: A vector is not finite, or an answer is excluded.
+        DataError: Shapes or dtypes do not fit together, an answer is no row of the pool or
+            excluded, or a vector is not finite.
     """
     judged = target if isinstance(target, Judgements) else Judgements.single(target)
-    _check_finite(query, pool)
+    _check(query, pool, judged, ks, tile)
     without = np.full(len(query), -1) if excluded is None else excluded
     if np.any(without[judged.query] == judged.candidate):
         raise DataError("an answer is excluded from the candidates of its query; leave one out")
@@ -197,7 +200,25 @@ def _lengths(vectors: Vectors) -> NDArray[np.float64]:
     return np.sqrt(squares)
 
 
-def _check_finite(query: Vectors, pool: Vectors) -> None:
+def _check(query: Vectors, pool: Vectors, judged: Judgements, ks: Sequence[int], tile: int) -> None:
+    if query.ndim != 2 or pool.ndim != 2 or query.shape[1] != pool.shape[1]:
+        raise DataError(
+            f"received queries of shape {query.shape} and a pool of shape {pool.shape}; allowed "
+            "are [n, dim] and [m, dim]"
+        )
+    answered, target = np.unique(judged.query), judged.candidate
+    if not len(query) or not np.array_equal(answered, np.arange(len(query))):
+        raise DataError(
+            f"received {len(query)} queries, and answers to {len(answered)}; each of at least "
+            "one query needs an answer"
+        )
+    if target.min() < 0 or target.max() >= len(pool):
+        raise DataError(
+            f"received targets from {target.min()} to {target.max()}; allowed are the rows of the "
+            f"pool, 0 to {len(pool) - 1}"
+        )
+    if tile < 1 or any(k < 1 for k in ks):
+        raise DataError(f"received ks={tuple(ks)} and tile={tile}; all must be at least 1")
     for name, vectors in (("queries", query), ("pool", pool)):
         bad = np.flatnonzero(~np.isfinite(_lengths(vectors)))
         if bad.size:

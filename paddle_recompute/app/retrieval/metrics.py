@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paddle_recompute.errors import DataError
+
 Ints = NDArray[np.int64]
 NDCG_AT = 10
 
@@ -50,7 +52,16 @@ class Judgements:
 
     @classmethod
     def single(cls, target: NDArray[np.integer[Any]]) -> Judgements:
-        """One answer for each query, `target` ``[queries]``, of grade 1."""
+        """One answer for each query, `target` ``[queries]``, of grade 1.
+
+        Raises:
+            DataError: `target` has another type or shape.
+        """
+        if target.ndim != 1 or target.dtype.kind not in "iu":
+            raise DataError(
+                f"received targets of shape {target.shape}, {target.dtype}; allowed is one integer "
+                "for each query"
+            )
         count = len(target)
         return cls(np.arange(count), target.astype(np.int64), np.ones(count, np.int64))
 

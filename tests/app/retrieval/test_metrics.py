@@ -93,8 +93,12 @@ def test_a_target_is_one_answer_of_grade_1() -> None:
     assert retrieval_metrics(query, pool, target) == retrieval_metrics(query, pool, answers)
 
 
-def test_an_answer_that_is_excluded_is_refused() -> None:
+def test_answers_that_do_not_fit_are_refused() -> None:
     query, pool = np.ones((2, 3)), np.ones((4, 3))
+    with pytest.raises(DataError, match="received 2 queries, and answers to 1; each of at least"):
+        retrieval_metrics(query, pool, Judgements.of([{0: 1}, {}]))
+    with pytest.raises(DataError, match="from 0 to 4; allowed are the rows of the pool, 0 to 3"):
+        retrieval_metrics(query, pool, Judgements.of([{0: 1}, {4: 1}]))
     with pytest.raises(DataError, match="an answer is excluded from the candidates"):
         excluded = np.array([-1, 3])
         retrieval_metrics(query, pool, Judgements.of([{3: 1}, {3: 1}]), excluded=excluded)
