@@ -124,7 +124,7 @@ test: venv
 # Of long tables it runs a sample (tests/sampled.py), and make bench26-matrix the rest.
 SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     app/config app/data app/launch app/report app/test_cli_config.py app/test_cli_shell.py \
-    $(addprefix app/retrieval/test_,evaluation.py faiss.py metrics.py mining.py search.py use.py) \
+    $(addprefix app/retrieval/test_,evaluation.py metrics.py mining.py search.py use.py) \
     $(addprefix app/trainer/test_,boards.py callbacks.py data_faults.py disk_faults.py) \
     $(addprefix app/trainer/test_,launched_ranks.py progress.py refused_settings.py run_folder.py) \
     $(addprefix app/trainer/test_,same_data.py signals.py told.py without_gain.py) \

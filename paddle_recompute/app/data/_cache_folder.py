@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paddle_recompute._files import written_whole
+from paddle_recompute._files import writing, written_whole
 from paddle_recompute.errors import DataError
 
 
@@ -12,16 +12,11 @@ def write_whole(path: Path, text: str) -> None:
     """Write a UTF-8 file under another name, then rename it, which is atomic.
 
     Raises:
-        DataError: The folder cannot be written to.
+        OutputError: The folder cannot be written to.
     """
-    try:
-        with written_whole(path) as unfinished:
-            unfinished.write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be written ({error.strerror}); set data.cache_dir, or the variable "
-            "PADDLE_RECOMPUTE_CACHE, to a writable folder"
-        ) from error
+    advice = "set data.cache_dir, or the variable PADDLE_RECOMPUTE_CACHE, to a writable folder"
+    with writing(path, advice), written_whole(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8", newline="\n")
 
 
 def require_file(path: Path) -> Path:

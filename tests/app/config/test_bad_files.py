@@ -26,21 +26,20 @@ def refusal(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", BAD_FILES)
+CONTENTS = {
+    **{name: text.encode("utf-8", errors="surrogatepass") for name, text in BAD_FILES.items()},
+    **BAD_BYTES,
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
 def test_a_bad_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
     file = tmp_path / "run.yaml"
-    file.write_bytes(BAD_FILES[name].encode("utf-8", errors="surrogatepass"))
+    file.write_bytes(CONTENTS[name])
     message = refusal(file)
     assert message.startswith(str(file))
     assert len(message) < LONGEST_MESSAGE
-    assert message.isprintable() or "\n  - " in message or "\n" in message
-
-
-@pytest.mark.parametrize("name", BAD_BYTES)
-def test_bad_bytes_are_refused_at_once(tmp_path: Path, name: str) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_bytes(BAD_BYTES[name])
-    assert refusal(file).startswith(str(file))
+    assert message.replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize("name", BAD_OVERRIDES)

@@ -39,9 +39,8 @@ def test_a_bomb_of_one_line_is_a_bad_line(tmp_path: Path) -> None:
     assert peak_mib() - before < 64
 
 
-@pytest.mark.parametrize("part", [GOOD * 10_000, b"a" * (1 << 20)], ids=["lines", "one line"])
-def test_a_bomb_is_too_large(tmp_path: Path, part: bytes) -> None:
-    file = packed(tmp_path / "p.tsv.gz", *[part] * 100)
+def test_a_bomb_is_too_large(tmp_path: Path) -> None:
+    file = packed(tmp_path / "p.tsv.gz", *[b"a" * (1 << 20)] * 100)
     with pytest.raises(DataError, match=r"larger than 1000000 bytes \(data\.max_file\), unpacked"):
         read_pairs(file, max_file=1_000_000, on_bad_line="skip")
 
@@ -49,21 +48,16 @@ def test_a_bomb_is_too_large(tmp_path: Path, part: bytes) -> None:
 def test_the_longest_line_is_still_good(tmp_path: Path) -> None:
     file = tmp_path / "p.tsv"
     line = b"a\t" + b"b" * 95 + b"\n"
-    file.write_bytes(line * 2)
-    assert len(read_pairs(file, max_line=len(line)).pairs) == 2
-    with pytest.raises(DataError, match=r"p\.tsv:1: longer than 97 bytes"):
-        read_pairs(file, max_line=97)
-    file.write_bytes(b"\xef\xbb\xbf" + line * 2)  # the mark does not count, nor hide the end
-    assert len(read_pairs(file, max_line=len(line)).pairs) == 2
-    for limit in range(92, 97):
-        with pytest.raises(DataError, match=rf"p\.tsv:1: longer than {limit} bytes"):
-            read_pairs(file, max_line=limit)
-    # Without a line break at its end
-    file.write_bytes(line + line[:-1])
-    assert len(read_pairs(file, max_line=len(line)).pairs) == 2
+    # The mark does not count, nor hide the end; the last line may have none.
+    for content in (line * 2, b"\xef\xbb\xbf" + line * 2, line + line[:-1]):
+        file.write_bytes(content)
+        assert len(read_pairs(file, max_line=len(line)).pairs) == 2
+        for limit in range(92, 97):
+            with pytest.raises(DataError, match=rf"p\.tsv:1: longer than {limit} bytes"):
+                read_pairs(file, max_line=limit)
 
 
-@pytest.mark.parametrize("number", ["9" * 100_000, "-" + "1" * 5000, "[" * 200_000])
+@pytest.mark.parametrize("number", ["9" * 100_000, "[" * 200_000])
 def test_numbers_of_thousands_of_digits_are_bad_lines(tmp_path: Path, number: str) -> None:
     file = tmp_path / "p.jsonl"
     good = json.dumps({"query": "cat", "positive": "Katze"})
@@ -74,7 +68,7 @@ def test_numbers_of_thousands_of_digits_are_bad_lines(tmp_path: Path, number: st
     assert (len(found.pairs), len(found.skipped)) == (1, 1)
 
 
-@pytest.mark.parametrize("letters", ["a", ",", "汉", "e\u0301", "😀", "_", " x"], ids=ascii)
+@pytest.mark.parametrize("letters", ["a", " x"], ids=ascii)
 def test_time_is_linear_in_the_length_of_a_word(tmp_path: Path, letters: str) -> None:
     """Ten times the length takes about ten times as long, not a hundred times."""
     seconds = []
@@ -87,31 +81,18 @@ def test_time_is_linear_in_the_length_of_a_word(tmp_path: Path, letters: str) ->
     assert seconds[1] < 40 * max(seconds[0], 0.02)
 
 
+_SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3}
+_WORD_PIECE = {"type": "WordPiece", "unk_token": "[UNK]"}
+_WORD_PIECE |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
 TOKENIZERS = {
     "empty": "",
-    "null": "null",
     "a list": "[]",
-    "model is null": '{"model": null}',
-    "model is a word": '{"model": "vocab"}',
     "vocab is a number": '{"model": {"vocab": 3}}',
     "an empty vocab": '{"model": {"vocab": {}}}',
-    "nested 100,000 deep": '{"model": ' + "[" * 100_000,
     "closed, nested 100,000 deep": '{"model": ' + "[" * 100_000 + "]" * 100_000 + "}",
     "nested 200 deep": '{"model": {"vocab": {}}, "a": ' + "[" * 200 + "]" * 200 + "}",
-    "an infinite number": '{"model": {"vocab": {"a": Infinity}}}',
     "a negative number": '{"model": {"type": "WordPiece", "vocab": {"a": -1}}}',
-    "2**40 entries": json.dumps(
-        {
-            "version": "1.0",
-            "model": {
-                "type": "WordPiece",
-                "unk_token": "[UNK]",
-                "continuing_subword_prefix": "##",
-                "max_input_chars_per_word": 100,
-                "vocab": {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 2**31},
-            },
-        }
-    ),
+    "2**31 entries": json.dumps({"model": {**_WORD_PIECE, "vocab": {**_SPECIAL, "a": 2**31}}}),
     "5,000 digits": '{"model": {"vocab": {"a": ' + "9" * 5000 + "}}}",
 }
 

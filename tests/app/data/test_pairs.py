@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_recompute.app.data import Pair, read_pairs
-from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.errors import DataError
 
 # Any text that JSON and UTF-8 can hold; what is around it in whitespace is not part of it.
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).map(str.strip).filter(bool)
@@ -75,17 +75,10 @@ def test_tsv_round_trip(
     assert found.skipped == []
 
 
-@pytest.mark.parametrize(
-    "first", ["query\tanswer", "Query\tPositive", "query\tpositive\tother", "positive\tquery"]
-)
-def test_first_line_is_data_unless_it_is_exactly_the_column_names(
-    tmp_path: Path, first: str
-) -> None:
-    found = read_pairs(write(tmp_path, "pairs.tsv", f"{first}\n猫\tcat\n"))
-    assert len(found.pairs) == 2
-
-
-def test_header_is_read_as_data_where_it_is_not_the_first_line(tmp_path: Path) -> None:
+def test_what_is_a_header_and_what_is_data(tmp_path: Path) -> None:
+    for first in ("query\tanswer", "Query\tPositive", "query\tpositive\tother"):
+        found = read_pairs(write(tmp_path, "pairs.tsv", f"{first}\n猫\tcat\n"))
+        assert len(found.pairs) == 2
     found = read_pairs(write(tmp_path, "pairs.tsv", "猫\tcat\nquery\tpositive\n"))
     assert found.pairs[1] == Pair("query", "positive")
 
@@ -95,11 +88,6 @@ def test_last_line_needs_no_end_and_blank_lines_are_no_data(tmp_path: Path) -> N
     jsonl = '\n{"query": "猫", "positive": "cat"}\n \t\n{"query": "狗", "positive": "dog"}'
     assert tsv.pairs == read_pairs(write(tmp_path, "pairs.jsonl", jsonl)).pairs
     assert tsv.pairs == [Pair("猫", "cat"), Pair("狗", "dog")]
-
-
-def test_quotes_are_text(tmp_path: Path) -> None:
-    found = read_pairs(write(tmp_path, "pairs.tsv", '"a\tb"\n'))
-    assert found.pairs == [Pair('"a', 'b"')]
 
 
 BAD_TSV = {
@@ -115,13 +103,9 @@ BAD_JSON: dict[str, Any] = {
     "not a pair: JSON nested too deep": "[" * 100_000,
     "a list, expected an object with query and positive": ["a", "b"],
     "a boolean, expected an object": True,
-    "null, expected an object": None,
     "a number, expected an object": 1.5,
     "no query": {"positive": "cat"},
-    "no positive": {"query": "cat"},
-    "query is a number, expected a string": {"query": 1, "positive": "cat"},
     "positive is null, expected a string": {"query": "cat", "positive": None},
-    "positive is a list, expected a string": {"query": "cat", "positive": ["cat"]},
     "empty query": {"query": " ", "positive": "cat"},
     "negatives is a string, expected a list of strings": {
         "query": "a",
@@ -162,13 +146,13 @@ def test_bad_line(tmp_path: Path, kind: str, bad: str, reason: str) -> None:
 
 
 def test_invalid_utf8_is_a_bad_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "pairs.tsv", "猫\tcat\n狗\tdog\n".encode() + b"caf\xe9\tcoffee\n")
+    path = write(tmp_path, "pairs.tsv", "query\tpositive\n狗\tdog\n".encode() + b"caf\xe9\tb\n\ny")
     reason = r":3: not UTF-8: invalid continuation byte \(0xe9\) at byte 4 of the line"
     with pytest.raises(DataError, match=reason):
         read_pairs(path)
     found = read_pairs(path, on_bad_line="skip")
-    assert len(found.pairs) == 2
-    assert found.skipped[0].startswith(f"{path}:3: not UTF-8")
+    assert [one.split(": ")[0] for one in found.skipped] == [f"{path}:3", f"{path}:5"]
+    assert len(found.pairs) == 1
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
@@ -181,12 +165,6 @@ def test_utf_16_is_refused_as_a_whole(tmp_path: Path, encoding: str) -> None:
         read_pairs(file, on_bad_line="skip")
 
 
-def test_all_skipped_lines_are_told(tmp_path: Path) -> None:
-    path = write(tmp_path, "pairs.tsv", "query\tpositive\nx\na\tb\n\ny\n")
-    skipped = read_pairs(path, on_bad_line="skip").skipped
-    assert [reason.split(": ")[0] for reason in skipped] == [f"{path}:2", f"{path}:5"]
-
-
 def test_no_pair(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"contains no pair$"):
         read_pairs(write(tmp_path, "pairs.tsv", "query\tpositive\n\n"))
@@ -194,15 +172,12 @@ def test_no_pair(tmp_path: Path) -> None:
         read_pairs(write(tmp_path, "bad.tsv", "x\ny\n"), on_bad_line="skip")
 
 
-def test_unknown_format(tmp_path: Path) -> None:
-    for name in ("pairs.csv", "pairs.gz", "pairs.tsv.zip", "tsv"):
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for name in ("pairs.csv", "pairs.gz", "tsv"):
         with pytest.raises(
             DataError, match=r"must end in \.tsv, \.jsonl, \.tsv\.gz or \.jsonl\.gz"
         ):
             read_pairs(write(tmp_path, name, "猫\tcat\n"))
-
-
-def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"pairs\.tsv: there is no such file"):
         read_pairs(tmp_path / "pairs.tsv")
     (tmp_path / "folder.tsv").mkdir()
@@ -216,11 +191,3 @@ def test_damaged_gzip(tmp_path: Path) -> None:
         (tmp_path / "pairs.tsv.gz").write_bytes(damaged)
         with pytest.raises(DataError, match=r"damaged gzip data after line \d+ \("):
             read_pairs(tmp_path / "pairs.tsv.gz")
-
-
-def test_on_bad_line_has_two_values(tmp_path: Path) -> None:
-    path = write(tmp_path, "pairs.tsv", "猫\tcat\n")
-    with pytest.raises(
-        ConfigError, match="on_bad_line is 'ignore'; allowed are 'raise' and 'skip'"
-    ):
-        read_pairs(path, on_bad_line="ignore")  # type: ignore[arg-type]

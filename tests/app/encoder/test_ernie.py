@@ -107,9 +107,9 @@ def numpy_forward(
     return result if config.projection_size is None else linear(result, "projection")
 
 
-@pytest.mark.parametrize("projection_size", [None, 7])
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize(
+    ("activation", "pooling", "projection_size"), [("gelu", "cls", None), ("relu", "mean", 7)]
+)
 def test_vectors_are_those_of_the_published_architecture(
     activation: str, pooling: str, projection_size: int | None
 ) -> None:
@@ -134,28 +134,19 @@ def test_vectors_are_those_of_the_published_architecture(
     np.testing.assert_array_equal(narrow.numpy(), found.numpy())
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int64"])
-def test_a_mask_that_is_given_wins_over_the_pads(dtype: str) -> None:
+def test_a_mask_that_is_given_wins_over_the_pads() -> None:
     config = tiny(pooling="mean")
     model = scrambled(config)
     mask = np.array([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 1, 0, 0]])
     weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     expected = numpy_forward(weights, config, IDS, np.zeros_like(IDS), mask)
-    given = paddle.to_tensor(mask).astype(dtype)
-    found = model(paddle.to_tensor(IDS), attention_mask=given)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=FLOAT64, atol=FLOAT64)
+    for dtype in ("bool", "int64"):
+        given = paddle.to_tensor(mask).astype(dtype)
+        found = model(paddle.to_tensor(IDS), attention_mask=given)
+        np.testing.assert_allclose(found.numpy(), expected, rtol=FLOAT64, atol=FLOAT64)
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_padding_changes_nothing(pooling: str) -> None:
-    model = scrambled(tiny(pooling=pooling))
-    together = model(paddle.to_tensor(IDS)).numpy()
-    alone = [model(paddle.to_tensor(row[row != 0][None])).numpy()[0] for row in IDS]
-    np.testing.assert_allclose(together, np.stack(alone), rtol=FLOAT64, atol=FLOAT64)
-
-
-@pytest.mark.parametrize("projection_size", [None, 7])
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize(("pooling", "projection_size"), [("cls", 7), ("mean", None)])
 def test_row_of_only_padding_does_no_harm(pooling: str, projection_size: int | None) -> None:
     """Not to its own vector, not to the gradients, not to the other rows."""
     paddle.seed(2)
@@ -173,42 +164,6 @@ def test_row_of_only_padding_does_no_harm(pooling: str, projection_size: int | N
         assert np.abs(parameter.grad.numpy()).max() < 1e4, name
     alone = F.normalize(model(paddle.to_tensor(IDS)), axis=-1)
     np.testing.assert_allclose(vectors.numpy()[:3], alone.numpy(), rtol=0, atol=FLOAT32)
-
-
-def test_sublayers_and_parameters_have_the_names_that_patterns_and_files_use() -> None:
-    model = build_model(tiny(projection_size=7), VOCAB_SIZE)
-    assert [name for name, _ in model.named_children()] == [
-        "embeddings",
-        "encoder",
-        "pooler",
-        "projection",
-    ]
-    assert isinstance(model.encoder, paddle.nn.TransformerEncoder)
-    blocks = [
-        name
-        for name, layer in model.named_sublayers()
-        if isinstance(layer, paddle.nn.TransformerEncoderLayer)
-    ]
-    assert blocks == ["encoder.layers.0", "encoder.layers.1", "encoder.layers.2"]
-    block = [
-        *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")),
-        *("linear1", "linear2", "norm1", "norm2"),
-    ]
-    with_bias = [
-        "embeddings.layer_norm",
-        *(f"encoder.layers.{number}.{part}" for number in range(3) for part in block),
-        "pooler.dense",
-        "projection",
-    ]
-    assert set(model.state_dict()) == {
-        *(f"embeddings.{table}.weight" for table in ("word", "position", "token_type")),
-        *(f"{layer}.{kind}" for layer in with_bias for kind in ("weight", "bias")),
-    }
-    assert set(dict(build_model(tiny(pooling="mean"), VOCAB_SIZE).named_children())) == {
-        "embeddings",
-        "encoder",
-        "pooler",
-    }
 
 
 def test_initial_weights_are_drawn_as_published() -> None:
@@ -234,46 +189,25 @@ def test_initial_weights_are_drawn_as_published() -> None:
 
 def test_blocks_are_initialised_independently_and_from_the_seed() -> None:
     paddle.seed(4)
-    model = build_model(tiny(), VOCAB_SIZE)
-    matrices = [
-        parameter.numpy()
-        for name, parameter in model.named_parameters()
-        if name.endswith("weight") and "norm" not in name
-    ]
-    for number, matrix in enumerate(matrices):
-        for other in matrices[:number]:
+    tensors = list(build_model(tiny(), VOCAB_SIZE).parameters())
+    drawn = [one.numpy().ravel() for one in tensors if one.ndim > 1]
+    for number, matrix in enumerate(drawn):
+        for other in drawn[:number]:
             if other.shape == matrix.shape:
-                assert abs(np.corrcoef(matrix.ravel(), other.ravel())[0, 1]) < 0.5
-    tensors = list(model.parameters())
+                assert abs(np.corrcoef(matrix, other)[0, 1]) < 0.5
     assert len({id(tensor) for tensor in tensors}) == len(tensors) == 5 + 16 * 3 + 2
     paddle.seed(4)
-    again = build_model(tiny(), VOCAB_SIZE)
-    for parameter, repeated in zip(tensors, again.parameters(), strict=True):
+    for parameter, repeated in zip(
+        tensors, build_model(tiny(), VOCAB_SIZE).parameters(), strict=True
+    ):
         np.testing.assert_array_equal(parameter.numpy(), repeated.numpy())
-
-
-def test_tiny_preset_has_the_published_number_of_parameters() -> None:
-    """17.9 M with ERNIE 3.0 Nano's 40,000 words (its 16 task embeddings are not 0.01 M)."""
-    model = build_model(ModelConfig(preset="tiny"), 40_000)
-    count = sum(int(np.prod(parameter.shape)) for parameter in model.parameters())
-    assert round(count / 1e6, 1) == 17.9
 
 
 def test_dropout_stands_where_it_should_and_only_in_training() -> None:
     model = build_model(tiny(hidden_dropout=0.3, attention_dropout=0.2), VOCAB_SIZE)
-    rates = {"embeddings.dropout": model.embeddings.dropout.p}
-    for number, block in enumerate(model.encoder.layers):
-        rates[f"{number} attention"] = block.self_attn.dropout
-        rates[f"{number} after attention"] = block.dropout1.p
-        rates[f"{number} inside feed-forward"] = block.dropout.p
-        rates[f"{number} after feed-forward"] = block.dropout2.p
-    assert rates == {
-        "embeddings.dropout": 0.3,
-        **{f"{number} attention": 0.2 for number in range(3)},
-        **{f"{number} after attention": 0.3 for number in range(3)},
-        **{f"{number} inside feed-forward": 0.0 for number in range(3)},
-        **{f"{number} after feed-forward": 0.3 for number in range(3)},
-    }
+    for block in model.encoder.layers:
+        rates = [block.self_attn.dropout, block.dropout1.p, block.dropout.p, block.dropout2.p]
+        assert rates == [0.2, 0.3, 0.0, 0.3]  # none inside of the feed-forward layer
     ids = paddle.to_tensor(IDS)
     dropped = (model.embeddings(ids, None).numpy() == 0).mean()
     assert dropped == pytest.approx(0.3, abs=0.15)  # of 180 numbers: four standard deviations
@@ -295,8 +229,7 @@ def test_half_precision_leaves_the_model_as_float32() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Tensor do not have 'place':UserWarning")  # Paddle 3's own
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-@pytest.mark.parametrize("shape", [[3, 5], [-1, -1]])
+@pytest.mark.parametrize(("pooling", "shape"), [("cls", [3, 5]), ("mean", [-1, -1])])
 def test_static_program_computes_the_same(pooling: str, shape: list[int]) -> None:
     """Whether the Program knows the shape of the ids or not."""
     config = tiny(pooling=pooling)
@@ -322,18 +255,18 @@ def test_static_program_computes_the_same(pooling: str, shape: list[int]) -> Non
     np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("shape", [[5], [2, 0], [0, 5], [2, 5, 1]])
-def test_ids_must_be_a_matrix(shape: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ([5], r"received the shape \[5\]; allowed is \[batch"),
+        ([2, 0], r"received the shape \[2, 0\]; allowed is \[batch"),
+        ([2, 9], "received texts of 9 tokens; the model accepts at most 8"),
+    ],
+)
+def test_ids_must_be_a_matrix_of_texts_that_fit(shape: list[int], words: str) -> None:
     model = build_model(tiny(), VOCAB_SIZE)
-    with pytest.raises(DataError, match=r"input_ids: received the shape .*; allowed is \[batch"):
+    with pytest.raises(DataError, match=words):
         model(paddle.ones(shape, dtype="int64"))
-
-
-def test_texts_that_are_too_long_are_refused() -> None:
-    model = build_model(tiny(), VOCAB_SIZE)
-    model(paddle.ones([2, 8], dtype="int64"))
-    with pytest.raises(DataError, match="received texts of 9 tokens; the model accepts at most 8"):
-        model(paddle.ones([2, 9], dtype="int64"))
 
 
 def test_word_embedding_has_the_rows_of_tokenizer_or_config() -> None:
@@ -347,10 +280,8 @@ def test_word_embedding_has_the_rows_of_tokenizer_or_config() -> None:
 
 
 def test_build_model_starts_from_a_file(tmp_path: Path) -> None:
-    paddle.seed(5)
-    source = build_model(tiny(), VOCAB_SIZE)
+    source = scrambled(tiny(), "float32")
     save_weights(source, tmp_path / "source.safetensors")
-    paddle.seed(6)
     model = build_model(tiny(init_from=tmp_path / "source.safetensors"), VOCAB_SIZE)
     for parameter, original in zip(model.parameters(), source.parameters(), strict=True):
         np.testing.assert_array_equal(parameter.numpy(), original.numpy())

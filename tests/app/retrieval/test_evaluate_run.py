@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from paddle_recompute.app import cli
 from paddle_recompute.app.data import read_judged
-from paddle_recompute.app.retrieval import encode_batches, load_encoder
+from paddle_recompute.app.retrieval import encode_texts, load_encoder
 from tests.app.data.test_judged import written
 from tests.app.retrieval.test_metrics import expected
 from tests.app.trainer.trained_run import make_run, texts
@@ -29,13 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, text in (("d7", "big cat"), ("b", "stone river"), ("c", "tree " * 20))
     ]
     judged = ["d7\td8\t2", "d7\td9\t1", "b\td20\t1", "c\td30\t3", "c\td31\t1", "c\td32\t2"]
+    files = {"corpus": documents, "queries": queries, "test": judged}
     (made / "beir").mkdir()
-    written(
-        made / "beir",
-        corpus="\n".join(documents),
-        queries="\n".join(queries),
-        test="\n".join(judged),
-    )
+    written(made / "beir", **{name: "\n".join(lines) for name, lines in files.items()})
     return made
 
 
@@ -52,10 +48,8 @@ def test_record(folder: Path, excludes: bool) -> None:
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     encoder, judged = load_encoder(folder / "run"), read_judged(folder / "beir")
-    query, pool = (
-        encode_batches(encoder.model, encoder.tokenizer, some, max_tokens=limit, batch_size=256)
-        for some, limit in ((judged.queries, 10), (judged.pool, 12))
-    )
+    query = encode_texts(encoder, judged.queries, side="query")
+    pool = encode_texts(encoder, judged.pool)
     without = np.array([7, -1, -1]) if excludes else None
     assert judged.same_id == [7, -1, -1]
     wanted = expected(query, pool, judged.answers, without)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def unit_rows(shape: tuple[int, int], seed: int) -> Array:
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
 
-@pytest.mark.parametrize("tile", [1, 7, 64, 1000])
+@pytest.mark.parametrize("tile", [7, 1000])
 def test_ranks_of_float_vectors_are_those_of_brute_force(tile: int) -> None:
     query, pool = unit_rows((50, 37), 0), unit_rows((333, 37), 1)
     target = np.random.default_rng(2).integers(0, 333, 50)
@@ -33,7 +34,7 @@ def test_ranks_of_float_vectors_are_those_of_brute_force(tile: int) -> None:
     assert found == pytest.approx({**exact, "queries": 50, "pool_size": 333}, abs=1e-12)
 
 
-@pytest.mark.parametrize("tile", [1, 5, 100, 4096])
+@pytest.mark.parametrize("tile", [5, 4096])
 def test_equal_candidates_are_ties_wherever_they_stand(tile: int) -> None:
     """A matrix product may add up equal rows in another order, and so to another score."""
     different, copies, dim = 67, 11, 301
@@ -58,20 +59,6 @@ def test_rounding_of_long_vectors_does_not_decide_between_equal_scores() -> None
     pool[1:, 32:] = np.concatenate([large, -large], axis=1)[:, random.permutation(64)]
     found = retrieval_metrics(query, pool, np.array([0]), ks=(199, 200))
     assert (found["recall@199"], found["recall@200"]) == (0.0, 1.0)
-
-
-def test_model_that_maps_everything_to_one_vector_is_the_worst() -> None:
-    query, pool = np.tile(unit_rows((1, 64), 6), (5, 1)), np.tile(unit_rows((1, 64), 6), (40, 1))
-    found = retrieval_metrics(query, pool, np.arange(5), ks=(1, 39, 40))
-    assert found == {
-        **{"recall@1": 0.0, "recall@39": 0.0, "recall@40": 1.0},
-        **{"precision@1": 0.0, "precision@39": 0.0, "precision@40": 1 / 40},
-        "ndcg@10": 0.0,
-        "map": pytest.approx(1 / 40),
-        "mrr": pytest.approx(1 / 40),
-        "pool_size": 40,
-        "queries": 5,
-    }
 
 
 def test_scores_are_never_all_in_memory() -> None:
@@ -99,17 +86,10 @@ def test_vectors_that_are_not_finite_are_refused(number: float) -> None:
     ("change", "message"),
     [
         ({"pool": np.ones((4, 3))}, r"queries of shape \(3, 2\) and a pool of shape \(4, 3\)"),
-        ({"query": np.ones(2)}, r"queries of shape \(2,\)"),
         ({"query": np.ones((0, 2)), "target": np.arange(0)}, "received 0 queries"),
         ({"target": np.arange(2)}, "received 3 queries, and answers to 2"),
-        ({"target": np.ones((3, 1), int)}, r"targets of shape \(3, 1\), int64"),
         ({"target": np.ones(3)}, r"targets of shape \(3,\), float64"),
-        (
-            {"target": np.array([0, 4, 1])},
-            "from 0 to 4; allowed are the rows of the pool, 0 to 3",
-        ),
         ({"target": np.array([0, -1, 1])}, "targets from -1 to 1; allowed"),
-        ({"ks": (1, 0)}, r"ks=\(1, 0\) and tile=1024; all must be at least 1"),
         ({"tile": 0}, "tile=0; all must be at least 1"),
     ],
 )
@@ -154,7 +134,7 @@ class SumOfLetters(paddle.nn.Layer):
 TEXTS = ["ab", "abcdef", "z", "hello", "xyz", "abcdefghij", "q"]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
 def test_vectors_come_in_the_order_of_the_texts(batch_size: int) -> None:
     model, tokenizer = SumOfLetters(), Letters()
     found = encode_batches(model, tokenizer, TEXTS, max_tokens=8, batch_size=batch_size)
@@ -177,44 +157,37 @@ def test_texts_of_a_batch_have_about_the_same_length() -> None:
     assert done == [3, 3, 1]
 
 
-def test_encoding_leaves_modes_gradients_and_random_numbers_alone() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_encoding_leaves_modes_gradients_and_random_numbers_alone(fails: bool) -> None:
     model = SumOfLetters()
     model.train()
     model.frozen.eval()
     paddle.seed(11)
     expected = paddle.rand([3]).numpy()
     paddle.seed(11)
-    encode_batches(model, Letters(), TEXTS, max_tokens=8, batch_size=3)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        encode_batches(
+            model,
+            Letters(),
+            TEXTS,
+            max_tokens=8,
+            batch_size=3,
+            progress=lambda done: done // (not fails),
+        )
     np.testing.assert_array_equal(paddle.rand([3]).numpy(), expected)
     assert (model.training, model.dropout.training, model.frozen.training) == (True, True, False)
-    assert model.recorded_gradient == [False] * 3
+    assert not any(model.recorded_gradient)
     assert model.embedding.weight.grad is None
     assert paddle.is_grad_enabled()
 
 
-def test_modes_come_back_after_an_error_too() -> None:
-    model = SumOfLetters()
-    model.train()
-    with pytest.raises(ZeroDivisionError):
-        encode_batches(
-            model, Letters(), TEXTS, max_tokens=8, batch_size=3, progress=lambda done: done // 0
-        )
-    assert model.training
-    assert model.dropout.training
-    assert paddle.is_grad_enabled()
-
-
-def test_vector_of_zeros_remains_one() -> None:
+def test_vector_of_zeros_remains_one_and_no_texts_are_refused() -> None:
     model = SumOfLetters()
     model.embedding.weight.set_value(paddle.zeros([27, 6]))
     found = encode_batches(model, Letters(), TEXTS, max_tokens=8, batch_size=3)
     np.testing.assert_array_equal(found, np.zeros((7, 6), np.float32))
-
-
-@pytest.mark.parametrize(("texts", "batch_size"), [([], 3), (TEXTS, 0)])
-def test_nothing_to_encode_is_refused(texts: list[str], batch_size: int) -> None:
-    with pytest.raises(DataError, match=r"received \d texts and batch_size=\d; both must be"):
-        encode_batches(SumOfLetters(), Letters(), texts, max_tokens=8, batch_size=batch_size)
+    with pytest.raises(DataError, match=r"received 0 texts and batch_size=3; both must be"):
+        encode_batches(model, Letters(), [], max_tokens=8, batch_size=3)
 
 
 def results_of_a_rank() -> dict[str, Any]:

@@ -62,14 +62,12 @@ def test_the_file_holds_the_weights_and_a_new_model_reads_it(
             assert np.array_equal(tensors[name], value), name
 
 
-def test_a_suffix_of_the_other_format_is_refused(run: Path, tmp_path: Path) -> None:
-    result = export(run, "pdparams", tmp_path / "encoder.safetensors")
-    assert result.exit_code == 2
-    assert "must end in .pdparams" in result.output
-    assert not (tmp_path / "encoder.safetensors").exists()
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    result = export(tmp_path, "pdparams", tmp_path / "encoder.pdparams")
-    assert result.exit_code == 2
-    assert "contains no trained model" in result.output
+def test_a_suffix_of_the_other_format_and_a_folder_without_a_run(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "encoder.safetensors"
+    for folder, file_format, words in (
+        (run, "pdparams", "must end in .pdparams"),
+        (tmp_path, "safetensors", "contains no trained model"),
+    ):
+        result = export(folder, file_format, output)
+        assert result.exit_code == 2 and words in result.output
+    assert not output.exists()

@@ -1,9 +1,12 @@
-"""Mined negatives, against brute force; interrupted runs write the same bytes."""
+"""Mined negatives, against brute force, also of faiss; interrupted runs write the same bytes."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +19,21 @@ from paddle_recompute.app.data import normal_form, read_pairs
 from paddle_recompute.app.retrieval import (
     Index,
     MiningOptions,
-    encode_batches,
     encode_texts,
     load_encoder,
     mine,
 )
 from paddle_recompute.app.retrieval import mining as module
+from paddle_recompute.app.retrieval.approximate import Approximate
 from paddle_recompute.app.retrieval.nearest import top_of_tiles
-from paddle_recompute.errors import DataError
+from paddle_recompute.errors import DataError, DependencyError
 from tests.app.trainer.trained_run import make_run, texts
 
 POOL = [*texts(60), "Big Dog!", "the end"]
+has_faiss = importlib.util.find_spec("faiss") is not None
+needs_faiss = pytest.mark.skipif(
+    not has_faiss, reason="faiss is not installed: pip install faiss-cpu"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,30 +51,42 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def faiss_in_one_thread() -> Iterator[None]:
+    """HNSW of several threads differs from run to run."""
+    if not has_faiss:
+        yield
+        return
+    import faiss
+
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK", 4)
+
+
+def mined(made: Path, output: Path, *options: Any, **more: Any) -> dict[str, Any]:
+    encoder = load_encoder(made / "run")
+    return mine(encoder, made / "pairs.tsv", made / "pool.txt", output, *options, **more)
 
 
 def plainly(made: Path, options: MiningOptions) -> list[list[str]]:
     """The negatives of each pair, from the matrix of all scores."""
     encoder, pairs = load_encoder(made / "run"), read_pairs(made / "pairs.tsv").pairs
-
-    def vectors(some: list[str], limit: int) -> Any:
-        found = encode_batches(
-            encoder.model, encoder.tokenizer, some, max_tokens=limit, batch_size=256
-        )
-        return found.astype(np.float64)
-
-    query = vectors([pair.query for pair in pairs], 10)
-    positive = vectors([pair.positive for pair in pairs], 12)
-    scores = (query @ vectors(POOL, 12).T).astype(np.float32)
+    query = encode_texts(encoder, [pair.query for pair in pairs], side="query").astype(np.float64)
+    positive = encode_texts(encoder, [pair.positive for pair in pairs])
+    scores = (query @ encode_texts(encoder, POOL).T.astype(np.float64)).astype(np.float32)
     found = []
     for row, pair in enumerate(pairs):
         same = [one.positive for one in pairs if one.query == pair.query]
         barred = {normal_form(text) for text in (pair.query, *same)}
         of_positive = np.float32(query[row] @ positive[row])
-        order = [p for p in np.argsort(-scores[row], kind="stable") if normal_form(POOL[p])
-                 not in barred]  # fmt: skip
+        order = np.argsort(-scores[row], kind="stable")
+        order = [place for place in order if normal_form(POOL[place]) not in barred]
         chosen = []
         for place in order[options.first_rank - 1 : options.last_rank]:
             far = options.margin is None or scores[row, place] <= of_positive - options.margin
@@ -83,18 +102,15 @@ def plainly(made: Path, options: MiningOptions) -> list[list[str]]:
 @pytest.mark.parametrize(
     "options",
     [
-        MiningOptions(),
         MiningOptions(num_negatives=3, first_rank=4, last_rank=9),
-        MiningOptions(margin=0.1, last_rank=40),
         MiningOptions(relative_margin=0.2, margin=0.05, num_negatives=50),
     ],
-    ids=["nearest", "ranks", "margin", "both margins"],
+    ids=["ranks", "margins"],
 )
 def test_negatives_are_those_of_brute_force(
     made: Path, tmp_path: Path, options: MiningOptions
 ) -> None:
-    encoder = load_encoder(made / "run")
-    record = mine(encoder, made / "pairs.tsv", made / "pool.txt", tmp_path / "out.jsonl", options)
+    record = mined(made, tmp_path / "out.jsonl", options)
     expected = plainly(made, options)
     pairs = read_pairs(made / "pairs.tsv").pairs
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -110,109 +126,62 @@ def test_negatives_are_those_of_brute_force(
     read_pairs(tmp_path / "out.jsonl")  # what was written is read
 
 
-def test_equal_texts_in_another_writing_are_no_negatives(made: Path, tmp_path: Path) -> None:
-    every = MiningOptions(num_negatives=100)
-    encoder, output = load_encoder(made / "run"), tmp_path / "out.jsonl"
-    mine(encoder, made / "pairs.tsv", made / "pool.txt", output, every)
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert lines[4]["positive"] == "big dog"
-    assert "Big Dog!" not in lines[4]["negatives"]
-    assert "Big Dog!" in lines[0]["negatives"]
+def test_texts_that_are_no_negatives(made: Path, tmp_path: Path) -> None:
+    """An equal text in another writing; a blank one, which `read_pairs` would refuse."""
+    encoder, pool = load_encoder(made / "run"), [*POOL, "", "  "]
+    Index(encode_texts(encoder, pool), pool, encoder=encoder).save(tmp_path / "pool.npy")
+    output, every = tmp_path / "out.jsonl", MiningOptions(num_negatives=100)
+    mine(encoder, made / "pairs.tsv", tmp_path / "pool.npy", output, every)
+    pairs = read_pairs(output).pairs
+    assert pairs[4].positive == "big dog"
+    assert "Big Dog!" not in pairs[4].negatives
+    assert "Big Dog!" in pairs[0].negatives
 
 
 class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("kill_at", [("mine", 0), ("mine", 4), ("mine", 8)])
+@pytest.mark.parametrize("factory", [None, pytest.param("HNSW4", marks=needs_faiss)])
+@pytest.mark.parametrize("kill_at", [("mine", 0), ("mine", 4)])
 def test_a_killed_run_continues_to_the_same_bytes(
-    made: Path, tmp_path: Path, kill_at: tuple[str, int], faiss: str | None = None
+    made: Path, tmp_path: Path, kill_at: tuple[str, int], factory: str | None
 ) -> None:
-    encoder = load_encoder(made / "run")
-    arguments = (encoder, made / "pairs.tsv", made / "pool.txt")
-    whole = mine(*arguments, tmp_path / "whole.jsonl", faiss=faiss)
+    whole = mined(made, tmp_path / "whole.jsonl", faiss=factory)
 
     def kill(what: str, done: int, total: int) -> None:
         if (what, done) == kill_at:
             raise Killed
 
+    output = tmp_path / "parts.jsonl"
     with pytest.raises(Killed):
-        mine(*arguments, tmp_path / "parts.jsonl", faiss=faiss, progress=kill)
-    if kill_at in (("mine", 4), ("mine", 8)):  # in the middle of a write
-        with (tmp_path / "parts.jsonl").open("ab") as file:
+        mined(made, output, faiss=factory, progress=kill)
+    if kill_at[1]:  # in the middle of a write
+        with output.open("ab") as file:
             file.write(b'{"query": "half a li')
     seen: list[tuple[str, int, int]] = []
-    again = mine(
-        *arguments, tmp_path / "parts.jsonl", faiss=faiss, progress=lambda *at: seen.append(at)
-    )
+    again = mined(made, output, faiss=factory, progress=lambda *at: seen.append(at))
     assert again == whole
-    assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    of_mine = kill_at[1] if faiss is None else 0  # another index may find other texts
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    of_mine = kill_at[1] if factory is None else 0  # another index may find other texts
     assert next(done for what, done, _ in seen if what == "mine") == of_mine
-    assert mine(*arguments, tmp_path / "parts.jsonl", faiss=faiss) == whole  # nothing is left to do
-
-
-def test_a_run_killed_before_its_first_record_counts_once(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder = load_encoder(made / "run")
-    lines = (made / "pairs.tsv").read_text(encoding="utf-8").splitlines()
-    pairs = tmp_path / "pairs.tsv"
-    pairs.write_text("".join(f"{line}\told\n" for line in lines), encoding="utf-8")
-    arguments = (encoder, pairs, made / "pool.txt")
-    whole = mine(*arguments, tmp_path / "whole.jsonl")
-    written = module.write_json
-
-    def kill(path: Path, tree: dict[str, Any]) -> None:
-        if tree["done"]:
-            raise Killed
-        written(path, tree)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "write_json", kill)
-        with pytest.raises(Killed):
-            mine(*arguments, tmp_path / "parts.jsonl")
-    assert (tmp_path / "parts.jsonl").stat().st_size
-    assert mine(*arguments, tmp_path / "parts.jsonl") == whole
-    assert whole["replaced"] == len(lines) + 1
+    assert mined(made, output, faiss=factory) == whole  # nothing is left to do
 
 
 def test_other_inputs_are_refused(made: Path, tmp_path: Path) -> None:
-    encoder = load_encoder(made / "run")
-    output = tmp_path / "out.jsonl"
-    mine(encoder, made / "pairs.tsv", made / "pool.txt", output)
+    output, pool = tmp_path / "out.jsonl", tmp_path / "out.jsonl.pool.npy"
+    mined(made, output)
     with pytest.raises(DataError, match=r"exists, and was made with options="):
-        mine(encoder, made / "pairs.tsv", made / "pool.txt", output, MiningOptions(margin=0.1))
+        mined(made, output, MiningOptions(margin=0.1))
     with pytest.raises(DataError, match=r"received the suffix '.tsv'; allowed is .jsonl"):
-        mine(encoder, made / "pairs.tsv", made / "pool.txt", tmp_path / "out.tsv")
+        mined(made, tmp_path / "out.tsv")
     make_run(tmp_path, seed=1)
     with pytest.raises(DataError, match="was encoded by another model than that in"):
-        pool = Path(f"{output}.pool.npy")
         mine(load_encoder(tmp_path / "run"), made / "pairs.tsv", pool, tmp_path / "b.jsonl")
     file = Path(f"{output}.json")
     file.write_text(file.read_text().replace('"lines_with"', '"lines"'))
     with pytest.raises(DataError, match=r"out.jsonl.json: is damaged"):
-        mine(encoder, made / "pairs.tsv", made / "pool.txt", output)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"num_negatives": 0},
-        {"first_rank": 0},
-        {"first_rank": 5, "last_rank": 4},
-        {"margin": -0.1},
-        {"relative_margin": 3.0},
-        {"margin": "0.1"},
-        {"num_negatives": 2.5},
-    ],
-)
-def test_options_out_of_range_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"received (MiningOptions\(.*|\w+=\S+); allowed|received ranks \d.* from 0 to 2",
-    ):
-        MiningOptions(**values)
+        mined(made, output)
 
 
 def test_the_search_is_bounded_in_memory() -> None:
@@ -226,10 +195,14 @@ def test_the_search_is_bounded_in_memory() -> None:
     assert peak < 24e6
 
 
+def command(made: Path, output: Path) -> list[str]:
+    arguments = ["mine", "--model", str(made / "run"), "--pairs", str(made / "pairs.tsv")]
+    return [*arguments, "--pool", str(made / "pool.txt"), "--output", str(output)]
+
+
 def test_command(made: Path, tmp_path: Path) -> None:
     output = tmp_path / "mined.jsonl"
-    arguments = ["mine", "--model", str(made / "run"), "--pairs", str(made / "pairs.tsv")]
-    arguments += ["--pool", str(made / "pool.txt"), "--output", str(output)]
+    arguments = command(made, output)
     result = CliRunner().invoke(cli.main, [*arguments, "--num-negatives", "2", "--ranks", "2:30"])
     assert result.exit_code == 0, result.output
     shown = result.stdout.splitlines()
@@ -245,15 +218,78 @@ def test_command(made: Path, tmp_path: Path) -> None:
         "margin": None,
         "relative_margin": None,
     }
-    again = CliRunner().invoke(cli.main, [*arguments, "--ranks", "30"])
-    assert again.exit_code == 2
-    assert "--ranks 30: expected FIRST:LAST, as in 1:100" in again.stderr
+    for ranks, words in (
+        ("30", "--ranks 30: expected FIRST:LAST, as in 1:100"),
+        ("5:4", "received ranks 5 to 4; the first is at least 1, and at most the last"),
+    ):
+        again = CliRunner().invoke(cli.main, [*arguments, "--ranks", ranks])
+        assert again.exit_code == 2 and words in again.stderr
 
 
-def test_a_blank_text_of_the_pool_is_no_negative(made: Path, tmp_path: Path) -> None:
-    """`read_pairs` would refuse it."""
-    encoder = load_encoder(made / "run")
-    pool = [*(made / "pool.txt").read_text(encoding="utf-8").splitlines()[:5], "", "  "]
-    Index(encode_texts(encoder, pool), pool, encoder=encoder).save(tmp_path / "pool.npy")
-    mine(encoder, made / "pairs.tsv", tmp_path / "pool.npy", tmp_path / "mined.jsonl")
-    assert any(pair.negatives for pair in read_pairs(tmp_path / "mined.jsonl").pairs)
+# ----------------------------------------------------------------------------------------- faiss
+
+
+@needs_faiss
+def test_a_flat_index_mines_what_exact_search_mines(made: Path, tmp_path: Path) -> None:
+    exact = mined(made, tmp_path / "exact.jsonl", MiningOptions(margin=0.01))
+    arguments = command(made, tmp_path / "flat.jsonl")
+    result = CliRunner().invoke(cli.main, [*arguments, "--margin", "0.01", "--faiss", "Flat"])
+    assert result.exit_code == 0, result.output
+    shown = result.stdout.splitlines()
+    assert "  faiss Flat: finds 1.0000 of what exact search finds" in shown
+    record = json.loads(shown[-1])
+    assert (tmp_path / "flat.jsonl").read_bytes() == (tmp_path / "exact.jsonl").read_bytes()
+    assert (record["faiss"], record["recall"]) == ("Flat", 1.0)
+    assert "recall" not in exact
+    counts = ("lines_with", "scores_of_negatives", "scores_of_positives")
+    assert [record[name] for name in counts] == [exact[name] for name in counts]
+    for other in ("HNSW4", None):
+        with pytest.raises(DataError, match=r"exists, and was made with faiss=Flat; remove"):
+            mined(made, tmp_path / "flat.jsonl", MiningOptions(margin=0.01), faiss=other)
+
+
+@needs_faiss
+@pytest.mark.parametrize("factory", ["IVF4,Flat", "IVF4,Flat;nprobe=4"])
+def test_what_is_found_has_exact_scores_and_a_recall(factory: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    vectors = random.standard_normal((9000, 8)).astype(np.float32)
+    query = random.standard_normal((5, 8)).astype(np.float32)
+    Index(vectors, [f"text {number}" for number in range(9000)]).save(tmp_path / "pool.npy")
+    seen: list[tuple[int, int]] = []
+    on_disk = Index.load(tmp_path / "pool.npy")
+    found = Approximate(on_disk, factory, lambda *at: seen.append(at))
+    assert seen == [(8192, 9000), (9000, 9000)]
+    scores, rows = found.top(query, 5000)
+    for number in range(5):
+        inside = rows[number] >= 0
+        expected = (query[number].astype(np.float64) @ vectors[rows[number, inside]].T).astype("f4")
+        np.testing.assert_allclose(scores[number, inside], expected, rtol=1e-6)
+        assert np.all(np.diff(scores[number, inside]) <= 0)
+        assert np.all(np.isinf(scores[number, ~inside]))
+    assert (rows == -1).any() == (factory == "IVF4,Flat")  # a cluster has fewer
+    exact = np.argsort(-(query @ vectors.T), axis=1)[:, :100]
+    _, rows = found.top(query, 100)
+    share = np.mean([len({*a} & {*b}) / 100 for a, b in zip(exact, rows, strict=True)])
+    assert found.recall(query, 100) == pytest.approx(share)
+    assert share == 1 if "nprobe=4" in factory else share < 1
+
+
+@needs_faiss
+@pytest.mark.parametrize(
+    ("factory", "reason"),
+    [
+        ("Nonsense", "could not parse index string Nonsense"),
+        ("IVF4096,Flat", "should be at least as large as number of clusters"),
+        ("IVF4,Flat;nprobe=0", "cur_nprobe > 0"),
+    ],
+)
+def test_what_faiss_refuses_is_told(made: Path, tmp_path: Path, factory: str, reason: str) -> None:
+    with pytest.raises(DataError, match=rf"--faiss {factory}: refused by faiss \(.*{reason}"):
+        mined(made, tmp_path / "out.jsonl", faiss=factory)
+
+
+def test_without_faiss(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(DependencyError, match=r"is not installed; pip install faiss-cpu \(or 'pad"):
+        mined(made, tmp_path / "out.jsonl", faiss="Flat")
+    assert not [*tmp_path.iterdir()]  # nothing is encoded

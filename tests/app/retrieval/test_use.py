@@ -19,21 +19,17 @@ from safetensors.numpy import load_file
 import paddle_recompute
 from paddle_recompute.app import cli
 from paddle_recompute.app.config import DataConfig
-from paddle_recompute.app.data import load_tokenizer, train_tokenizer
-from paddle_recompute.app.data.pairs import Pair
 from paddle_recompute.app.retrieval import (
     Index,
     encode_batches,
     encode_file,
     encode_texts,
     load_encoder,
-    mine,
 )
 from paddle_recompute.app.retrieval import encoding as encode_module
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import DataError, SyncError
-from tests.app.data.loaders import loader_of
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
 from tests.distributed.mortal_ranks import results_of
@@ -95,16 +91,8 @@ def test_vectors_of_no_model_are_searched_by_vectors(tmp_path: Path) -> None:
     assert index.texts([1]) == {1: "two lines"}
     with pytest.raises(DataError, match="the index names no model; give the encoder"):
         index.search(["two"])
-    with pytest.raises(DataError, match=r"queries of shape \(1, 2\); allowed is \[n, 3\]"):
-        index.top(np.ones((1, 2)), 1)
     with pytest.raises(DataError, match=r"own.npy: is saved already; copy it"):
         index.save(tmp_path / "again.npy")
-    with pytest.raises(DataError, match=r"shape \(3, 3\) and 2 texts; allowed are"):
-        Index(vectors, ["one", "two"])
-    with pytest.raises(DataError, match="not finite"):
-        Index(vectors * np.nan, ["one", "two", "three"])
-    with pytest.raises(DataError, match=r"own.txt: allowed is a name that ends in .npy"):
-        Index(vectors, ["one", "two", "three"]).save(tmp_path / "own.txt")
 
 
 # --------------------------------------------------------------------------------------- prompts
@@ -135,36 +123,22 @@ def test_prompts_are_put_before_texts_of_their_side(folder: Path, tmp_path: Path
     assert index.search([some[5]], top_k=1)[0][0].score < 0.9999
 
 
-def test_negatives_have_the_prompt_of_documents(tmp_path: Path) -> None:
-    train_tokenizer(texts(50), tmp_path / "tokenizer.json", 500)
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    limits: dict[str, Any] = {"data__max_query_tokens": 9, "data__max_positive_tokens": 9}
-    limits["contrastive__hard_negatives"] = 1
-    prompts = {"model__query_prompt": "big ", "model__document_prompt": "dog "}
-    pairs = [Pair("cat", text, (f"{text} tree",)) for text in texts(4)]
-    prompted = [
-        Pair(f"big {one.query}", f"dog {one.positive}", (f"dog {one.negatives[0]}",))
-        for one in pairs
-    ]
-    found = next(iter(loader_of(tokenizer, pairs, **limits, **prompts)))
-    expected = next(iter(loader_of(tokenizer, prompted, **limits)))
-    for side in ("query", "positive", "negatives"):
-        np.testing.assert_array_equal(found[side].numpy(), expected[side].numpy())
-
-
 def test_training_with_prompts_is_training_on_texts_that_begin_with_them(tmp_path: Path) -> None:
-    """Weights, vocabulary and metrics: the same bits."""
+    """Weights, vocabulary and metrics: the same bits. Negatives are documents."""
     results = {}
     for name, in_texts in (("prompts", ("", "")), ("texts", (*PROMPTS.values(),))):
         made = tmp_path / name
         made.mkdir()
-        lines = [f"{in_texts[0]}{one}\t{in_texts[1]}{one} house\n" for one in texts(60)]
+        query, document = in_texts
+        lines = [
+            f"{query}{one}\t{document}{one} house\t{document}{one} tree\n" for one in texts(60)
+        ]
         (made / "pairs.tsv").write_text("".join(lines[:40]))
         (made / "valid.tsv").write_text("".join(lines[40:]))
         changes = PROMPTS if name == "prompts" else {}
         own = {"data__valid_file": str(made / "valid.tsv"), "data__pool_size": 20}
-        own["data__valid_pairs"] = DataConfig.model_fields["valid_pairs"].default
-        config = tiny(made, train__max_steps=3, **own, **changes)
+        own["data__valid_pairs"] = DataConfig.valid_pairs
+        config = tiny(made, train__max_steps=3, contrastive__hard_negatives=1, **own, **changes)
         record = Trainer(config).run()
         checkpoint = find_checkpoint(config.train.output_dir / "checkpoint")
         weights = {name: one.tobytes() for name, one in load_file(checkpoint.weights_file).items()}
@@ -234,14 +208,15 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
         return done
 
     asked, output = str(tmp_path / "queries.txt"), tmp_path / "found.jsonl"
-    assert run(asked, "--output", str(output)).stdout_bytes == b""
+    (tmp_path / "link.jsonl").symlink_to(output)
+    assert run(asked, "--output", str(tmp_path / "link.jsonl")).stdout_bytes == b""
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [line["query"] for line in lines] == queries
     expected = Index.load(index).search(queries, top_k=2)
-    for line, hits in zip(lines, expected, strict=True):
-        assert [hit["row"] for hit in line["results"]] == [hit.row for hit in hits]
-        assert [hit["text"] for hit in line["results"]] == [hit.text for hit in hits]
-        assert [hit["score"] for hit in line["results"]] == [hit.score for hit in hits]
+    assert [line["results"] for line in lines] == [
+        [hit.to_dict() for hit in one] for one in expected
+    ]
+    # In a process of its own, where Paddle is imported by the command, and says nothing.
     piped = subprocess.run(
         [sys.executable, "-m", "paddle_recompute", *command, "-", "--json"],
         cwd=ROOT,
@@ -250,14 +225,11 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
         text=True,
         timeout=120,
     )
+    assert piped.stderr == ""
     for given, written in zip(piped.stdout.splitlines(), lines, strict=True):
         # On an AMD CPU the command takes another path of MKL, which rounds otherwise.
         rows = [[hit["row"] for hit in one["results"]] for one in (json.loads(given), written)]
         assert rows[0] == rows[1]
-    link = tmp_path / "link.jsonl"
-    link.symlink_to(tmp_path / "behind.jsonl")
-    run(asked, "--output", str(link))
-    assert link.is_symlink() and (tmp_path / "behind.jsonl").stat().st_size > 0
     os.mkfifo(tmp_path / "pipe")
     pipe = run(asked, "--output", str(tmp_path / "pipe"), code=2)
     assert "is no plain file" in pipe.stderr
@@ -287,20 +259,13 @@ def test_encode_under_fleetrun(folder: Path, tmp_path: Path) -> None:
 def test_what_would_be_a_wrong_answer_is_refused(tmp_path: Path) -> None:
     vectors, some = np.eye(3, dtype=np.float32), ["a", "b", "c"]
     index = Index(vectors, some)
-    for wrong in (np.nan, np.inf, 1e300):
+    for wrong in (np.nan, 1e300):
         with pytest.raises(DataError, match="not finite"):
             index.top(np.full((1, 3), wrong), 1)
         with pytest.raises(DataError, match="not finite"):
             Index(np.full((3, 3), wrong), some)
     with pytest.raises(DataError, match="inner products of these queries are not finite"):
         Index(vectors * 1e30, some).top(-vectors * 1e30, 3)
-    with pytest.raises(DataError, match="n and dim of at least 1"):
-        Index(vectors[:, :0], some)
-    with pytest.raises(DataError, match="in place of a list"):
-        Index(vectors, "abc")
-    for no_text in (3, None, b"c", "\udcff"):
-        with pytest.raises(DataError, match=r"text 2 (is .*; expected str|cannot be written as)"):
-            Index(vectors, ["a", "b", no_text])
     index.save(tmp_path / "pool.npy")
     np.save(tmp_path / "pool.npy", np.asfortranarray([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]], "<f4"))
     scores, rows = Index.load(tmp_path / "pool.npy").top(vectors, 1)  # stored by columns
@@ -308,33 +273,32 @@ def test_what_would_be_a_wrong_answer_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "pool.npy", np.diag([1.0, np.nan, 1.0]).astype("<f4"))
     with pytest.raises(DataError, match="not finite"):
         Index.load(tmp_path / "pool.npy").top(vectors, 1)
-    (tmp_path / "pool.npy").write_bytes(b"")
-    with pytest.raises(DataError, match="cannot be read as vectors"):
-        Index.load(tmp_path / "pool.npy").top(vectors, 1)
 
 
-def test_arguments_of_other_types_are_refused(folder: Path) -> None:
+def test_arguments_of_other_types_are_refused(folder: Path, tmp_path: Path) -> None:
     encoder = load_encoder(folder / "run")
     ones: Any = np.ones((1, 3))
     index, some = Index(ones, ["a"]), ["a"]
     calls: list[tuple[str, Any]] = [
         ("vectors of list; allowed is a numpy array", lambda: Index([[1.0]], some)),
         ("vectors of int64; allowed is", lambda: Index(ones.astype(int), some)),
+        (r"vectors of shape \(1, 3\) and 2 texts", lambda: Index(ones, ["a", "b"])),
+        (r"vectors of shape \(1, 0\) and 1 texts", lambda: Index(ones[:, :0], some)),
         ("encoder 'run'; load_encoder", lambda: Index(ones, some, encoder="run")),
         ("encoder 'run'; load_encoder", lambda: encode_texts("run", some)),
-        ("encoder None; load_encoder", lambda: encode_texts(None, some)),
-        ("encoder 'run'; load_encoder", lambda: mine("run", "a.tsv", "b.txt", "c.jsonl")),
         ("side='doc'; allowed are", lambda: encode_texts(encoder, some, side="doc")),
-        ("side='doc'; allowed are", lambda: encoder.longest("doc")),
+        ("text 'abc' in place of a list", lambda: Index(ones, "abc")),
         ("texts of generator; allowed is a list", lambda: Index(ones, (x for x in some))),
-        ("texts of NoneType; allowed is a list", lambda: encode_texts(encoder, None)),
+        ("text 0 is 3, of int; expected str", lambda: Index(ones, [3])),
+        ("text 0 cannot be written as UTF-8", lambda: Index(ones, ["\udcff"])),
         ("queries of list; allowed is", lambda: index.top([[1.0] * 3], 1)),
+        (r"queries of shape \(1, 2\); allowed is \[n, 3\]", lambda: index.top(ones[:, :2], 1)),
         ("top_k='3'; allowed are whole numbers", lambda: index.top(ones, "3")),
-        ("top_k=0; allowed are whole numbers", lambda: index.top(ones, 0)),
-        ("top_k=1.5; allowed are", lambda: index.search(some, top_k=1.5, encoder=encoder)),
-        ("batch_size='2'; allowed are", lambda: encode_texts(encoder, some, batch_size="2")),
-        ("max_tokens='9'; allowed are", lambda: encode_texts(encoder, some, max_tokens="9")),
+        ("top_k=0; allowed are whole numbers", lambda: index.search(some, top_k=0)),
+        ("batch_size=1.5; allowed are", lambda: encode_texts(encoder, some, batch_size=1.5)),
     ]
     for message, call in calls:
-        with pytest.raises(DataError, match=rf"^received (the )?{message}"):
+        with pytest.raises(DataError, match=rf"^(received )?(the )?{message}"):
             call()
+    with pytest.raises(DataError, match=r"own.txt: allowed is a name that ends in .npy"):
+        index.save(tmp_path / "own.txt")
