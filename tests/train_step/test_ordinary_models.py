@@ -22,15 +22,6 @@ TOLERANCE = 1e-5 if IS_26 else 0.0
 Spec = paddle.static.InputSpec
 
 
-class Residual(nn.Layer):
-    def __init__(self, body: nn.Layer) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Any) -> Any:
-        return x + self.body(x)
-
-
 class Texts(nn.Layer):
     """Token ids through `body`, with the words as output matrix."""
 
@@ -42,27 +33,6 @@ class Texts(nn.Layer):
     def forward(self, ids: Any) -> Any:
         h = self.body(self.words(ids))
         return (h[0] if isinstance(h, tuple) else h) @ self.words.weight.t()
-
-
-class Decoder(nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, 0.1)
-        self.decoder = nn.TransformerDecoderLayer(8, 2, 16, 0.1)
-
-    def forward(self, x: Any) -> Any:
-        return self.decoder(x, self.encoder(x))
-
-
-class Experts(nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 3)
-        self.experts = nn.LayerList([nn.Linear(4, 4) for _ in range(3)])
-
-    def forward(self, x: Any) -> Any:
-        weights = functional.softmax(self.gate(x))
-        return sum(e(x) * weights[:, i : i + 1] for i, e in enumerate(self.experts))
 
 
 class Sampling(nn.Layer):
@@ -91,47 +61,20 @@ class Branching(nn.Layer):
         return h
 
 
-class Skip(nn.Layer):
-    """Down and up, as a U-Net."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Conv2D(3, 6, 3, stride=2, padding=1)
-        self.up = nn.Conv2DTranspose(6, 3, 2, stride=2)
-        self.end = nn.Conv2D(6, 3, 1)
-
-    def forward(self, x: Any) -> Any:
-        return self.end(paddle.concat([x, functional.silu(self.up(self.down(x)))], axis=1))
-
-
 def chain(*layers: nn.Layer) -> nn.Layer:
     return nn.Sequential(*layers)
 
 
-ROWS, IMAGES, WORDS, VECTORS = [-1, 4], [-1, 3, 8, 8], [-1, -1], [-1, -1, 8]
+ROWS, IMAGES, WORDS = [-1, 4], [-1, 3, 8, 8], [-1, -1]
 MODELS: dict[str, tuple[list[int], Callable[[], nn.Layer]]] = {
     "mlp": (ROWS, lambda: chain(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 4))),
-    "batch norm": (ROWS, lambda: chain(nn.Linear(4, 8), nn.BatchNorm1D(8), nn.Linear(8, 4))),
     "shared": (ROWS, lambda: chain(*[nn.Linear(4, 4)] * 3)),
     "frozen": (ROWS, lambda: frozen(chain(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))),
-    "experts": (ROWS, Experts),
     "sampling": (ROWS, Sampling),
     "branching": (ROWS, Branching),
-    "embedding": (WORDS, lambda: Texts(nn.LayerNorm(8))),
     "encoder": (WORDS, lambda: Texts(nn.TransformerEncoderLayer(8, 2, 16, 0.1))),
-    "pre-norm": (VECTORS, lambda: nn.TransformerEncoderLayer(8, 2, 16, normalize_before=True)),
-    "decoder": (VECTORS, Decoder),
     "lstm": (WORDS, lambda: Texts(nn.LSTM(8, 4, 2, "bidirect", dropout=0.2))),
-    "gru": (WORDS, lambda: Texts(nn.GRU(8, 8))),
-    "convolution": (
-        IMAGES,
-        lambda: chain(Residual(chain(nn.Conv2D(3, 3, 3, padding=1), nn.BatchNorm2D(3)))),
-    ),
-    "group norm": (IMAGES, lambda: chain(nn.Conv2D(3, 6, 3), nn.GroupNorm(2, 6), nn.Swish())),
-    "instance norm": (IMAGES, lambda: chain(nn.Conv2D(3, 6, 3), nn.InstanceNorm2D(6))),
-    # PReLU first would end the process in 3.3.1: its backward needs an input with a gradient.
-    "pooling": (IMAGES, lambda: chain(nn.AvgPool2D(2), nn.Flatten(), nn.Linear(48, 3), nn.PReLU())),
-    "skip": (IMAGES, Skip),
+    "convolution": (IMAGES, lambda: chain(nn.Conv2D(3, 3, 3, padding=1), nn.BatchNorm2D(3))),
 }
 
 
@@ -192,14 +135,13 @@ def test_no_false_alarm(name: str) -> None:
 def test_a_comparison_runs_under_the_models_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peak is that of an eager step with recompute, plus the gradients of a run."""
 
-    def peak(*, wrap: bool, compared: bool, compiled: bool = True) -> tuple[int, int]:
+    def peak(*, wrap: bool, compared: bool) -> int:
         paddle.seed(0)
         monkeypatch.setattr(comparison, "STEPS", range(1, 7) if compared else ())
         model = nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 128, 0.1) for _ in range(8)))
         if wrap:
             apply_recompute(model, RecomputeConfig(checkpoints=["*"]))
-        if compiled:
-            compile_model(model, [Spec([-1, -1, 32], "float32")])
+        compile_model(model, [Spec([-1, -1, 32], "float32")])
         x = paddle.randn([16, 32, 32])
         peaks = []
         for _ in range(6):
@@ -210,13 +152,6 @@ def test_a_comparison_runs_under_the_models_recompute(monkeypatch: pytest.Monkey
             peaks.append(_memory.peak_bytes() - before)
             model.clear_gradients()
         # A thread of Paddle's executor frees tensors, and is late on a busy machine.
-        return min(peaks[1:]), sum(one.size * 4 for one in model.parameters())
+        return min(peaks[1:])
 
-    (compared, parameters), (step, _) = (peak(wrap=True, compared=c) for c in (True, False))
-    eager, _ = peak(wrap=True, compared=False, compiled=False)
-    plain, _ = peak(wrap=False, compared=False)
-    print(
-        f"{compared} bytes compared, {step} not, {eager} eager, {plain} without recompute; "
-        f"parameters {parameters}"
-    )
-    assert compared < 0.65 * plain
+    assert peak(wrap=True, compared=True) < 0.65 * peak(wrap=False, compared=False)
