@@ -9,7 +9,7 @@ import pytest
 
 from tests.fake_device import selected
 from tests.ranks import run_ranks
-from tests.sharding.runs import Case, Training, all_cases, difference
+from tests.sharding.runs import Training, all_cases, difference
 
 
 def worker_of_cases(every: int, overlap: bool) -> list[str]:
@@ -47,12 +47,3 @@ def test_every_case_has_the_bits_of_the_replicated_run(
     options = {"every": every * on_device, "overlap": overlap}
     for faults in run_ranks(worker_of_cases, num_ranks, timeout=600, **options):
         assert not faults, "\n".join(faults[:5])
-
-
-def worker_that_compares() -> str:
-    plain = Training(Case(), sharded=False).run(0, 3)
-    return difference(plain, Training(Case(), sharded=True, debug=True).run(0, 3))
-
-
-def test_debug_mode_changes_no_bit() -> None:
-    assert run_ranks(worker_that_compares, 2) == ["", ""]

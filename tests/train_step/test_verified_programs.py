@@ -113,6 +113,29 @@ def test_training_goes_on_in_eager_execution(name: str) -> None:
     assert_equal(found, expected)
 
 
+ORDINARY = [
+    planted.BatchNormed,
+    planted.Dropped,
+    planted.Mixed,
+    planted.Convolved,
+    planted.Recurrent,
+    planted.BranchInProgram,
+    planted.Constants,
+    planted.Frozen,
+    planted.Stopped,
+    planted.Hooked,
+]
+
+
+@pytest.mark.parametrize("kind", ORDINARY, ids=lambda kind: kind.__name__)
+def test_a_comparison_raises_no_false_alarm(kind: type[planted.Block]) -> None:
+    make = functools.partial(planted.Small, kind)
+    expected = numbers(made(make))
+    model = made(make)
+    compile_model(model, SPEC)
+    assert_equal(numbers(model), expected)
+
+
 class WithFlag(Base):
     def forward(self, x: Any, times: int = 1) -> Any:
         return self.n(self.l(x)) * times
