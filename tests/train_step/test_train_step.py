@@ -342,18 +342,3 @@ def assert_skipped_together(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert np.array_equal(one["weight"][step], other["weight"][step]), step
     # Only rank 1 could see the second one.
     assert math.isfinite(one["norm"][2]) and not math.isfinite(other["norm"][2])
-
-
-def train_in_data_parallel() -> bool:
-    """Whether DataParallel, wrapped around the same model, gives the very same parameters."""
-    import paddle.distributed as dist
-
-    rank = dist.get_rank()
-    data = [np.split(batch, 2)[rank] for batch in batches()]
-    bare, _ = train(encoder(), data, 2)
-    wrapped, _ = train(paddle.DataParallel(encoder()), data, 2)
-    return all(np.array_equal(v, wrapped[f"_layers.{k}"]) for k, v in bare.items())
-
-
-def test_a_model_in_data_parallel_is_synchronized_once() -> None:
-    assert run_ranks(train_in_data_parallel, 2) == [True, True]
