@@ -116,6 +116,21 @@ def run_ranks(
             _pool.cache_clear()
 
 
+def each_on_ranks(*checks: Callable[[], None], num_ranks: int = 2) -> Callable[..., None]:
+    """A test for each of `checks`, which every rank calls; its id is the name without ``check_``.
+
+    ::
+
+        test_on_two_ranks = each_on_ranks(check_this, check_that)
+    """
+
+    @pytest.mark.parametrize("check", checks, ids=lambda one: one.__name__.removeprefix("check_"))
+    def test(check: Callable[[], None]) -> None:
+        run_ranks(check, num_ranks)
+
+    return test
+
+
 POOLED = (2, 3)
 """The numbers of ranks that are kept from one test to the next.
 

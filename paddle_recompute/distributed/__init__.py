@@ -3,7 +3,7 @@
 `peers()` connects a rank once to the control server in rank 0 (`control_client`, `control_server`).
 What is compared at the start, and who died or failed, goes through it: ``peers().exchange``.
 What each step needs goes through collectives of the backend: with gloo in a lane (`gloo_lane`),
-on a device on its streams (`device_watch`); a few numbers by `reduce_numbers`, tensors by
+on a device on its streams (`waiting_collectives`); a few numbers by `reduce_numbers`, tensors by
 `run_collective`. Whoever waits, waits in ``peers().wait_until``, which a dead peer ends.
 """
 

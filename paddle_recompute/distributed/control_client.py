@@ -78,7 +78,7 @@ class Said:
 
 
 class Watched:
-    """A collective of a device that has begun; see `device_watch`."""
+    """A collective of a device that has begun; see `waiting_collectives`."""
 
     def __init__(self, what: str, scope: Scope) -> None:
         self.what = what

@@ -7,7 +7,6 @@ names it. The limits are those of the newest `GradientSync` of the process.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -28,26 +27,18 @@ from paddle_recompute.errors import DivergenceError, SyncError
 Result = TypeVar("Result")
 
 
-def barrier(timeout: float | None = None) -> None:
+def barrier() -> None:
     """Wait until every rank is here; returns at once in a single process.
 
     The ranks wait in no collective: gloo gives up a collective after 30 s, which is less than a
     rank-0-only evaluation or checkpoint may take.
 
-    Args:
-        timeout: Seconds to wait for the slowest rank, as long as it shows signs of life; None:
-            ``stall_timeout``.
-
     Raises:
-        PeerError: Some rank did not come in time, or has died, stopped or failed.
+        PeerError: Some rank did not come within ``stall_timeout``, or has died, stopped or failed.
         SyncError: Another rank is not at a barrier.
     """
     if is_distributed():
-        scope = scope_of(None)
-        if timeout is not None:
-            limits = dataclasses.replace(scope.limits, stall_timeout=timeout)
-            scope = dataclasses.replace(scope, limits=limits)
-        peers().exchange("barrier()", scope)
+        peers().exchange("barrier()", scope_of(None))
 
 
 @contextlib.contextmanager

@@ -2,10 +2,11 @@
 
 `TrainStep` sends each micro-batch through a `backward` (of a loss, or of a gradient cache), in the
 autocast of `mixed_precision`; the last one synchronizes the ranks. Then it looks through the
-`parameters`, divides by the loss scale, reads loss and norm once, clips and updates, or leaves the
-step out; the `StepResult` says what was done. `optimizer` makes the optimizer and its schedule,
-`optimizer_state` names its moments. `compile_model` runs the model as Programs instead, which
-`trusted_programs` compares with eager execution.
+`parameters`, divides their `gradients` by the loss scale, clips and updates, or leaves the step
+out; loss and norm stay on the device until somebody looks (`unread_steps`), where that is possible.
+`optimizer` makes the optimizer and its schedule, `optimizer_state` names its moments.
+`compile_model` runs the model as Programs instead, which `trusted_programs` compares with eager
+execution.
 """
 
 from paddle_recompute.train_step.backward import inputs_of_cache

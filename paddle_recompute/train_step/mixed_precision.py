@@ -23,13 +23,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import paddle
 
 from paddle_recompute._paddle.amp import amp_state
-from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute.errors import ConfigError, DivergenceError
 from paddle_recompute.offload import OffloadOptimizer
 from paddle_recompute.options import AmpConfigs
@@ -41,8 +39,6 @@ MIN_LOSS_SCALE = 1.0
 """Below it, gradients that float16 could hold unscaled would be lost."""
 MAX_LOSS_SCALE = 2.0**127
 """About the largest float32; a scale beyond it would make 0 * inf of every gradient that is 0."""
-
-HALF = (paddle.float16, paddle.bfloat16)
 
 
 class LossScaler:
@@ -187,20 +183,6 @@ def check_device(settings: AmpConfigs) -> None:
         f"silently compute in float32 on this device, '{device}', in dygraph{reason}. Set "
         "strategy.amp: false, or run on a GPU that has it (launch.device: gpu)"
     )
-
-
-def to_float32(parameters: Iterable[paddle.Tensor]) -> None:
-    """Turn the half-precision gradients of `parameters` into float32, one after the other.
-
-    Only after the backward: Paddle cannot add a float16 gradient to a float32 one.
-    """
-    for parameter in parameters:
-        gradient = gradient_of(parameter)
-        if gradient is not None and gradient.dtype in HALF:
-            wide = gradient.astype("float32")
-            # A gradient cannot be replaced by one of another dtype, only be put where none is.
-            parameter.clear_gradient(False)
-            parameter.grad = wide
 
 
 def _auto_cast(settings: AmpConfigs) -> contextlib.AbstractContextManager[None]:

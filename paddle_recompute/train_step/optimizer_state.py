@@ -23,13 +23,13 @@ from paddle_recompute.distributed import gathered
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.offload import OffloadOptimizer
 from paddle_recompute.sharding import ShardedOptimizer, inner_of
+from paddle_recompute.train_step.gradients import HALF
 from paddle_recompute.train_step.step import LOSS_PREFIX, NOT_UPDATED
 
 # Paddle numbers them: "moment1_0", and "fp32_master_0_moment1_0" where there is a master weight.
 _ACCUMULATOR = re.compile(r"(?:fp32_master_\d+_)?(.+)_\d+")
 _MASTER = "fp32_master"
 _OF_ADAM = {"moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"}
-_HALF = (paddle.float16, paddle.bfloat16)
 
 
 def structured_parameters(
@@ -135,7 +135,7 @@ def set_state_of(
         if accumulator == NOT_UPDATED:
             continue
         parameter = parameters[name]
-        is_half = parameter.dtype in _HALF
+        is_half = parameter.dtype in HALF
         # The moments are named after the master weight, where the optimizer keeps one.
         owner = f"{parameter.name}_{_MASTER}_0" if is_half else parameter.name
         is_spread = isinstance(optimizer, ShardedOptimizer | OffloadOptimizer)

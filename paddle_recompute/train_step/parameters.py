@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from operator import is_
 
 import paddle
 
-from paddle_recompute._paddle.flat import are_sparse
+from paddle_recompute._paddle.flat import is_frozen
 from paddle_recompute._paddle.gradients import keeps_main_grad
 from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute._paddle.layers import parameters_of_optimizer
+from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import GradientSync, SyncMode, owner_of
@@ -30,35 +32,94 @@ def all_parameters(
     return list({id(p): p for p in [*own, *parameters_of_optimizer(optimizer)]}.values())
 
 
-def trained(
-    own: Sequence[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
-) -> list[paddle.Tensor]:
-    """What a model trains of its `own`, and what `optimizer` updates besides, each once."""
-    return [p for p in all_parameters(own, optimizer) if not p.stop_gradient]
+class TrainedParameters:
+    """What a step trains, updates and clears; looked up anew in each step.
 
+    Attributes:
+        trained: What the model trains, and what the optimizer updates besides, each once.
+        updated: Those that the optimizer has; all, where it cannot be told.
+        moved: Paddle's names of those that it has updated, which have moments.
 
-def updated(
-    trained: list[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
-) -> list[paddle.Tensor]:
-    """Those of `trained` that `optimizer` has; all, where it cannot be told."""
-    of_optimizer = {id(p) for p in parameters_of_optimizer(optimizer)}
-    return [p for p in trained if id(p) in of_optimizer] if of_optimizer else trained
+    Args:
+        model: The Layer.
+        optimizer: Its optimizer.
 
+    Raises:
+        ConfigError: A parameter keeps its gradient in ``main_grad``.
+    """
 
-def warn_of_not_updated(
-    trained: list[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
-) -> None:
-    """Warn of those of `trained` that `optimizer` does not have."""
-    of_optimizer = {id(parameter) for parameter in updated(trained, optimizer)}
-    names = [parameter.name for parameter in trained if id(parameter) not in of_optimizer]
-    if names:
-        _logger.warning(
-            "the optimizer does not have %s%s of the model, so they do not change, and their "
-            "gradients are cleared without being counted. If that is wanted, freeze them "
-            "(stop_gradient = True): the backward takes less time then",
-            ", ".join(names[:_SHOWN]),
-            f" and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else "",
-        )
+    def __init__(self, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._walk = ParameterWalk(model)
+        self._looked_at: list[paddle.Tensor] = []  # the lists follow from them
+        self._state: tuple[int, list[bool]] = 0, []  # and from which of them are frozen
+        self.trained: list[paddle.Tensor] = []
+        self.updated: list[paddle.Tensor] = []
+        self._cleared_here: Sequence[paddle.Tensor] = ()  # not by the optimizer
+        self.moved: set[str] = set()
+        self._without_moments: list[paddle.Tensor] = []
+        self._find(self._walk.parameters())
+        self._warn_of_not_updated()
+
+    def look_through(self, sync: GradientSync) -> None:
+        """Find out what is trained now; it may have changed since the last step.
+
+        Raises:
+            ConfigError: A new one keeps its gradient in ``main_grad``, or `sync` leaves it out.
+        """
+        own, listed = self._walk.parameters(), parameters_of_optimizer(self._optimizer)
+        everything = [*own, *listed]
+        state = len(own), [*map(is_frozen, everything)]
+        if state != self._state or not all(map(is_, everything, self._looked_at)):
+            self._state, self._looked_at = state, everything
+            new = self._find(own)
+            if new:
+                # A parameter that was replaced in the model stays in the optimizer, without a
+                # gradient.
+                has_gradient = [p for p in self.trained if gradient_of(p) is not None]
+                check_all_synchronized(sync, [*new, *has_gradient])
+
+    def _find(self, own: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
+        """Fill the lists; returns what is new."""
+        before = {*map(id, self.trained)}
+        self.trained = [p for p in all_parameters(own, self._optimizer) if not p.stop_gradient]
+        new = [parameter for parameter in self.trained if id(parameter) not in before]
+        refuse_main_grad(new)
+        of_optimizer = {*map(id, parameters_of_optimizer(self._optimizer))}
+        self.updated = [p for p in self.trained if id(p) in of_optimizer or not of_optimizer]
+        self._cleared_here = [p for p in own if p.stop_gradient or id(p) not in of_optimizer]
+        self._without_moments = [p for p in self.updated if p.name not in self.moved]
+        return new
+
+    def _warn_of_not_updated(self) -> None:
+        of_optimizer = {*map(id, self.updated)}
+        names = [parameter.name for parameter in self.trained if id(parameter) not in of_optimizer]
+        if names:
+            _logger.warning(
+                "the optimizer does not have %s%s of the model, so they do not change, and their "
+                "gradients are cleared without being counted. If that is wanted, freeze them "
+                "(stop_gradient = True): the backward takes less time then",
+                ", ".join(names[:_SHOWN]),
+                f" and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else "",
+            )
+
+    def note_moved(self) -> None:
+        """Remember what the optimizer updates now; free once it is all."""
+        if self._without_moments:
+            self.moved.update(p.name for p in self._without_moments if p.grad is not None)
+            self._without_moments = [p for p in self._without_moments if p.grad is None]
+
+    def clear_gradients(self, *, after_error: bool = False) -> None:
+        """Clear the gradients of all of them, and of what was frozen with one.
+
+        Args:
+            after_error: Whether the step has failed, maybe before `look_through`.
+        """
+        # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
+        self._optimizer.clear_grad(set_to_zero=False)
+        for parameter in self._walk.parameters() if after_error else self._cleared_here:
+            if parameter.stop_gradient or gradient_of(parameter) is not None:
+                parameter.clear_gradient(False)
 
 
 def offload_optimizer(
@@ -88,17 +149,6 @@ def refuse_main_grad(parameters: list[paddle.Tensor]) -> None:
             f"{names[0]} keeps its gradient in main_grad (fleet's MixPrecisionLayer), which "
             "TrainStep does not look at. Give it the Layer without MixPrecisionLayer, and "
             "amp=AmpConfigs(level='O2') for the same"
-        )
-
-
-def refuse_sparse(parameters: list[paddle.Tensor], gradients: list[paddle.Tensor]) -> None:
-    """Raise ConfigError if one of `gradients`, of `parameters`, is sparse; it has no norm."""
-    if are_sparse(gradients):
-        number = [gradient.is_selected_rows() for gradient in gradients].index(True)
-        with_gradient = [one for one in parameters if gradient_of(one) is not None]
-        raise ConfigError(
-            f"the gradient of {with_gradient[number].name} is sparse (SelectedRows), of which "
-            "Paddle computes no norm; make its Embedding with sparse=False"
         )
 
 

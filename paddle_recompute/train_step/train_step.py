@@ -7,21 +7,16 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from operator import is_
 from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.flat import Gradients, by_dtype, is_frozen, scale_all, squares_of
-from paddle_recompute._paddle.guarded import gradient_of
-from paddle_recompute._paddle.layers import parameters_of_optimizer
+from paddle_recompute._paddle.flat import Gradients, scale_all
 from paddle_recompute._paddle.updates import (
     keeps_parameters_at_rate_0,
     learning_rate_times,
     zero_if,
 )
-from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import ends_all_ranks, mean_over_ranks
 from paddle_recompute.errors import ConfigError
@@ -30,8 +25,8 @@ from paddle_recompute.offload import OffloadOptimizer, OnComplete
 from paddle_recompute.options import AmpConfigs
 from paddle_recompute.sharding import ShardedOptimizer, inner_of
 from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
-from paddle_recompute.train_step.clipping import scale_to_norm
-from paddle_recompute.train_step.mixed_precision import HALF, MixedPrecision, to_float32
+from paddle_recompute.train_step.gradients import scale_to_norm, unscale
+from paddle_recompute.train_step.mixed_precision import MixedPrecision
 from paddle_recompute.train_step.optimizer_state import (
     set_state_of,
     state_of,
@@ -39,15 +34,10 @@ from paddle_recompute.train_step.optimizer_state import (
 )
 from paddle_recompute.train_step.options import check_options
 from paddle_recompute.train_step.parameters import (
-    check_all_synchronized,
+    TrainedParameters,
     check_sharded,
     offload_optimizer,
-    refuse_main_grad,
-    refuse_sparse,
     synchronization_of,
-    trained,
-    updated,
-    warn_of_not_updated,
 )
 from paddle_recompute.train_step.step import StepResult
 from paddle_recompute.train_step.unread_steps import Outcome, UnreadSteps, divergence, read_all
@@ -162,18 +152,11 @@ class TrainStep:
         self._offloaded = offload_optimizer(model, optimizer)
         self._amp = MixedPrecision(amp, model, optimizer) if amp is not None else None
         self._scaler = self._amp.scaler if self._amp is not None else None
-        self._walk = ParameterWalk(model)
-        self._looked_at: list[paddle.Tensor] = []  # `_trained` and `_updated` follow from them
-        self._state: tuple[int, list[bool]] = 0, []  # and from which of them are frozen
-        self._trained = trained(self._walk.parameters(), optimizer)
-        self._updated: list[paddle.Tensor] = []
-        self._cleared_here: Sequence[paddle.Tensor] = ()  # not by the optimizer
-        self._moved: set[str] = set()  # Paddle's names of what was updated
-        self._without_moments: list[paddle.Tensor] = []
+        self._parameters = TrainedParameters(model, optimizer)
         self._loaded: dict[str, Any] = {}
-        refuse_main_grad(self._trained)
-        warn_of_not_updated(self._trained, optimizer)
-        self._sync = synchronization_of(sync, model, optimizer, self._trained, grad_cache)
+        self._sync = synchronization_of(
+            sync, model, optimizer, self._parameters.trained, grad_cache
+        )
         check_sharded(model, optimizer, self._sync)
         self._backward: Backward
         if grad_cache is not None:
@@ -232,7 +215,7 @@ class TrainStep:
         loss_scale = self._scaler.scale if self._scaler is not None else None
         self._sync.report = StepReport(total, self._terms())
         if self._offloaded is not None:
-            is_double = any(p.dtype == paddle.float64 for p in self._trained)
+            is_double = any(p.dtype == paddle.float64 for p in self._parameters.trained)
             self._offloaded.finish_with(
                 OnComplete(
                     loss_scale,
@@ -253,11 +236,16 @@ class TrainStep:
                     )
                 )
             synchronized = time.perf_counter()
-            self._look_through_parameters()
+            self._parameters.look_through(self._sync)
             timeline = self._sync.timeline
             computed = timeline.backward_ended if timeline is not None else synchronized
             agreed = self._sync.agreed
-            gradients, norm_on_device = self._unscale()
+            gradients, norm_on_device = unscale(
+                self._parameters.updated,
+                loss_scale,
+                widen=self._amp is not None,
+                offloaded=self._offloaded,
+            )
             outcome = Outcome(losses, divisors, norm_on_device, agreed.loss if agreed else None)
             must_read = self._must_read
             if must_read:
@@ -266,11 +254,10 @@ class TrainStep:
                 self._update_if(finite, loss, norm, gradients)
             else:
                 self._update_on_device(outcome, gradients)
-        except BaseException:  # before it was found out what has changed since the last step
-            self._cleared_here = self._walk.parameters()
+        except BaseException:  # the next step would add to them
+            self._parameters.clear_gradients(after_error=True)
             raise
-        finally:  # of a step that failed, too: the next one would add to them
-            self._clear_gradients()
+        self._parameters.clear_gradients()
         if self._scaler is not None and loss_scale is not None:
             self._scaler.update(finite)
             self._scale_residuals(self._scaler.scale / loss_scale)
@@ -319,7 +306,7 @@ class TrainStep:
         moments = state_of(
             self._optimizer,
             structured_parameters(self._model, self._loss),
-            updated=self._moved,
+            updated=self._parameters.moved,
             loaded=self._loaded,
             keep=keep,
         )
@@ -348,13 +335,6 @@ class TrainStep:
     def write_back(self) -> None:
         """The model is up to date: it is what is trained."""
 
-    def _clear_gradients(self) -> None:
-        # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
-        self._optimizer.clear_grad(set_to_zero=False)
-        for parameter in self._cleared_here:
-            if parameter.stop_gradient or gradient_of(parameter) is not None:
-                parameter.clear_gradient(False)
-
     def _count(self, micro_batch: Any) -> float:
         count = self._num_examples(micro_batch)
         if not (math.isfinite(count) and count > 0):
@@ -362,61 +342,6 @@ class TrainStep:
                 f"a micro-batch has {count} examples; allowed is a number greater than 0"
             )
         return count
-
-    def _look_through_parameters(self) -> None:
-        """Find out what is trained now; it may have changed since the last step."""
-        own, listed = self._walk.parameters(), parameters_of_optimizer(self._optimizer)
-        everything = [*own, *listed]
-        state = len(own), [*map(is_frozen, everything)]
-        if state != self._state or not all(map(is_, everything, self._looked_at)):
-            self._state, self._looked_at = state, everything
-            self._find_trained(own)
-
-    def _find_trained(self, own: Sequence[paddle.Tensor]) -> None:
-        before = {id(parameter) for parameter in self._trained}
-        self._trained = trained(own, self._optimizer)
-        others = {id(p) for p in parameters_of_optimizer(self._optimizer) if not p.stop_gradient}
-        self._cleared_here = [p for p in own if id(p) not in others]
-        new = [parameter for parameter in self._trained if id(parameter) not in before]
-        if new:
-            refuse_main_grad(new)
-            # A parameter that was replaced in the model stays in the optimizer, without a gradient.
-            has_gradient = [p for p in self._trained if gradient_of(p) is not None]
-            check_all_synchronized(self._sync, [*new, *has_gradient])
-        before_that = len(self._updated)
-        self._updated = updated(self._trained, self._optimizer)
-        if new or len(self._updated) != before_that:
-            self._without_moments = [p for p in self._updated if p.name not in self._moved]
-
-    @paddle.no_grad()
-    def _unscale(self) -> tuple[Gradients, paddle.Tensor]:
-        """Divide the gradients by the loss scale; returns them by dtype, and their norm, one
-        number.
-
-        The norm is the test for overflow too: it is finite only if every element is.
-        """
-        gradients = self._gradients()
-        refuse_sparse(self._updated, gradients)
-        alike = by_dtype(gradients)
-        if self._amp is not None and not alike.keys().isdisjoint(HALF):
-            to_float32(self._updated)
-            gradients = self._gradients()
-            alike = by_dtype(gradients)
-        if self._scaler is not None:
-            scale_all(gradients, 1.0 / self._scaler.scale)
-        dtype = paddle.float64 if paddle.float64 in alike else paddle.float32
-        squares = squares_of(
-            [g.astype(dtype) for g in gradients] if alike.keys() - {dtype} else gradients
-        )
-        if self._offloaded is not None:
-            # In the order of the parameters, offloaded or not: so that the sum has the same bits.
-            own, others = iter(squares), self._offloaded.squares()
-            squares = [
-                next(own) if gradient_of(p) is not None else others[id(p)]
-                for p in self._updated
-                if gradient_of(p) is not None or id(p) in others
-            ]
-        return alike, paddle.add_n(squares).sqrt() if squares else paddle.zeros([1])
 
     @property
     def _must_read(self) -> bool:
@@ -443,13 +368,11 @@ class TrainStep:
         """Clip and update, or leave the parameters alone."""
         if finite:
             if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
-                scale_all([*chain(*gradients.values())], self._clip_grad_norm / norm)
+                for alike in gradients.values():
+                    scale_all(alike, self._clip_grad_norm / norm)
                 if self._offloaded is not None:
                     self._offloaded.scale_gradients(self._clip_grad_norm / norm)
-            self._note_updated()
-            self.is_updating = True
-            self._optimizer.step()
-            self.is_updating = False
+            self._update()
             return
         self._backward.explain()
         if self._scaler is None:
@@ -467,17 +390,15 @@ class TrainStep:
         if self._clip_grad_norm is not None:
             scale_to_norm(gradients, outcome.norm, self._clip_grad_norm)
         rate = finite.astype("float32").reshape([])
-        self._note_updated()
         with learning_rate_times(inner_of(self._optimizer), rate):
-            self.is_updating = True
-            self._optimizer.step()
-            self.is_updating = False
+            self._update()
 
-    def _note_updated(self) -> None:
-        """Remember what the optimizer updates, and so has moments of; free once it is all."""
-        if self._without_moments and self._offloaded is None:
-            self._moved.update(p.name for p in self._without_moments if p.grad is not None)
-            self._without_moments = [p for p in self._without_moments if p.grad is None]
+    def _update(self) -> None:
+        if self._offloaded is None:
+            self._parameters.note_moved()
+        self.is_updating = True
+        self._optimizer.step()
+        self.is_updating = False
 
     def _scale_residuals(self, ratio: float) -> None:
         """Rescale the accumulated rounding errors to the new loss scale."""
@@ -486,10 +407,6 @@ class TrainStep:
             residuals = {name: value * ratio for name, value in state["residuals"].items()}
             if residuals:
                 self._sync.set_state_dict({**state, "residuals": residuals})
-
-    def _gradients(self) -> list[paddle.Tensor]:
-        """Those that are not kept off the device."""
-        return [one for one in map(gradient_of, self._updated) if one is not None]
 
     def _terms(self) -> dict[str, Any]:
         """What must be the same on all ranks in this step."""

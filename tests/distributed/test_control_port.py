@@ -168,6 +168,17 @@ def test_a_hello_is_good_for_one_challenge(port: Port) -> None:
     first.close()
 
 
+@pytest.mark.parametrize(
+    ("rank", "key"),
+    [(1, b"guessed"), (RANKS, KEY), (2**40, KEY), (0, KEY)],
+    ids=["without the key", "no such rank", "a huge rank", "a rank that is in"],
+)
+def test_who_is_no_missing_rank_is_shown_the_door(port: Port, rank: int, key: bytes) -> None:
+    stranger = SimulatedRank(port.server, rank, key=key)
+    assert not stranger.is_in and stranger.hear() == {}
+    port.assert_alive()
+
+
 def test_a_rank_talks_to_nobody_who_has_taken_the_port() -> None:
     false = socket.create_server(("127.0.0.1", 0))
 

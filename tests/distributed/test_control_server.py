@@ -27,61 +27,11 @@ def clients(server: ControlServer) -> Iterator[list[SimulatedRank]]:
         client.end()
 
 
-def met(value: str) -> dict[str, Any]:
-    """The answer where all say the same."""
-    group = {"label": "x", "value": value, "ranks": None}
-    return {"kind": "met", "channel": "c", "groups": [group]}
-
-
-def test_a_stranger_is_shown_the_door(server: ControlServer) -> None:
-    stranger = SimulatedRank(server, 1, key=b"guessed")
-    assert not stranger.is_in and stranger.hear() == {}
-
-
-@pytest.mark.parametrize("rank", [8, 2**40])
-def test_a_rank_that_does_not_exist_is_shown_the_door(server: ControlServer, rank: int) -> None:
-    assert not SimulatedRank(server, rank).is_in
-
-
-def test_a_rank_can_connect_once_only(clients: list[SimulatedRank], server: ControlServer) -> None:
-    assert not SimulatedRank(server, 2).is_in
-    clients[2].arrive("same", size=1)
-    assert clients[2].hear() == met("same")
-
-
-def test_all_meet_when_the_last_has_come(clients: list[SimulatedRank]) -> None:
-    for rank in (2, 0):
-        clients[rank].arrive("same", size=3)
-    assert clients[0].hear(within=0.1) == {}
-    clients[1].arrive("same", size=3)
-    for client in clients:
-        assert client.hear() == met("same")
-
-
-def test_ranks_that_say_different_things_are_listed(clients: list[SimulatedRank]) -> None:
-    for client, value in zip(clients, "aba", strict=True):
-        client.arrive(value, size=3)
-    for client in clients:
-        assert client.hear()["groups"] == [
-            {"label": "x", "value": "a", "ranks": [0, 2]},
-            {"label": "x", "value": "b", "ranks": [1]},
-        ]
-
-
 def test_no_more_different_things_are_listed_than_wanted(clients: list[SimulatedRank]) -> None:
     for client, value in zip(clients, "abc", strict=True):
         client.say(kind="arrive", channel="c", size=3, label="x", value=value, most=2)
     for client in clients:
         assert [group["value"] for group in client.hear()["groups"]] == ["a", "b"]
-
-
-def test_ranks_that_meet_for_different_things_are_told(clients: list[SimulatedRank]) -> None:
-    clients[0].arrive("same", size=2, label="step 2")
-    clients[1].arrive("same", size=2, label="barrier")
-    for client in clients[:2]:
-        groups = client.hear()["groups"]
-        told = [(group["label"], group["ranks"]) for group in groups]
-        assert told == [("step 2", [0]), ("barrier", [1])]
 
 
 def test_the_first_failure_is_told_and_no_other(clients: list[SimulatedRank]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 from unittest import mock
@@ -12,18 +13,18 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_recompute import ContrastiveLoss, TrainStep
-from paddle_recompute.distributed import peers
+from paddle_recompute.distributed import peers, values_of_ranks
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync import GradientSync, _agreement
 from tests.distributed.mortal_ranks import results_of
 from tests.fake_device import selected
-from tests.ranks import run_ranks
+from tests.ranks import each_on_ranks
 
 LEARNING, STEPS = 2, 6
 
 
 class Counting:
-    """Collectives and messages of this rank, by thread-safe appends."""
+    """Collectives and messages of this rank, by thread-safe appends, while it is entered."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -46,81 +47,126 @@ class Counting:
             self.messages.append(message["kind"])
             send(message)
 
-        self._patches = [
-            mock.patch.object(dist, "all_reduce", reduce),
-            mock.patch.object(_agreement, "reduce_numbers", reduce_small),
-            mock.patch.object(peers(), "_send", say),
-        ]
-        for patch in self._patches:
-            patch.start()
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(mock.patch.object(dist, "all_reduce", reduce))
+        self._patches.enter_context(mock.patch.object(_agreement, "reduce_numbers", reduce_small))
+        self._patches.enter_context(mock.patch.object(peers(), "_send", say))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for patch in self._patches:
-            patch.stop()
-
-    def clear(self) -> None:
-        self.messages.clear()
-        self.small.clear()
-        self.gradients = 0
+        self._patches.close()
 
 
-def counts_of_steps() -> dict[str, tuple[list[str], list[int], int]]:
-    """Of each mode: messages, sizes of small collectives, collectives of gradients."""
-    result = {}
+def check_a_step_sends_rank_0_nothing_and_agrees_in_one_collective() -> None:
     for mode in ("overlap", "fused", "fleet"):
         model = paddle.nn.Sequential(*[paddle.nn.Linear(8, 8) for _ in range(3)])
         options = {} if mode == "fleet" else {"bucket_bytes": 256, "first_bucket_bytes": 256}
         sync = GradientSync(model, mode=mode, **options)
-        with Counting() as counted:
-            for step in range(LEARNING + STEPS):
-                if step == LEARNING:
-                    counted.clear()
+
+        def steps(count: int, model: Any = model, sync: GradientSync = sync) -> None:
+            for _ in range(count):
                 with sync.last_backward():
                     model(paddle.ones([2, 8])).sum().backward()
                 model.clear_gradients()
-            result[mode] = (list(counted.messages), list(counted.small), counted.gradients)
-    return result
+
+        steps(LEARNING)
+        with Counting() as counted:
+            steps(STEPS)
+        assert counted.messages == [], mode
+        if mode != "fleet":
+            assert len(counted.small) == STEPS and max(counted.small) <= 16, mode
+            assert counted.gradients > STEPS, "there are buckets"
 
 
-def messages_of_contrastive_steps() -> list[str]:
-    """A whole `TrainStep` with a loss over the rows of all ranks."""
+def check_a_step_of_a_global_loss_sends_rank_0_nothing() -> None:
     model = paddle.nn.Linear(8, 8)
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
     loss = ContrastiveLoss(0.1)
     step = TrainStep(model, optimizer, loss_fn=lambda model, x: loss(model(x), x))
+    for _ in range(LEARNING):
+        step([paddle.randn([4, 8])])
     with Counting() as counted:
-        for number in range(LEARNING + STEPS):
-            if number == LEARNING:
-                counted.clear()
+        for _ in range(STEPS):
             assert step([paddle.randn([4, 8])]).loss > 0
-        return list(counted.messages)
+    assert counted.messages == []
 
 
-def broken_connection() -> dict[str, Any]:
-    """gloo gives up a connection, as it does after 30 s; the ranks connect anew and go on."""
+def check_a_connection_that_gloo_has_given_up_is_made_anew() -> None:
+    """gloo gives it up after 30 s."""
     from paddle_recompute._paddle.distributed import all_reduce_numbers
     from paddle_recompute.distributed import gloo_lane
 
     layer = paddle.nn.Linear(4, 4, bias_attr=False)
-    sync = GradientSync(layer)
-    reduce, failures = all_reduce_numbers, []
+    sync, failures = GradientSync(layer), []
 
     def failing(group: Any, values: list[float], operation: str) -> list[float]:
         if not failures:
             failures.append(values)
             raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting")
-        return reduce(group, values, operation)
+        return all_reduce_numbers(group, values, operation)
 
-    gradients = []
     began = time.monotonic()
     with mock.patch.object(gloo_lane, "all_reduce_numbers", failing):
         for _ in range(3):
             with sync.last_backward():
                 (layer(paddle.ones([1, 4])) * (dist.get_rank() + 1)).sum().backward()
-            gradients.append(float(layer.weight.grad.mean()))
+            assert float(layer.weight.grad.mean()) == 1.5
             layer.clear_gradients()
-    return {"gradients": gradients, "failures": len(failures), "took": time.monotonic() - began}
+    assert len(failures) == 1 and time.monotonic() - began < 20
+
+
+COUNTS = [(4, 4), (3, 1), (1, 3), (2, 2), (4, 4), (5, 2)]
+"""Of each step, how many examples the two ranks have."""
+ROWS = np.arange(24, dtype="float32").reshape([8, 3]) / 7
+
+
+def squares(model: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    return model(x).square().mean()
+
+
+def gradients_of_steps(mode: str, skip: int = 0) -> list[list[float]]:
+    """The gradient of each step, without those of the first `skip`, which are not made."""
+    paddle.seed(0)
+    model = paddle.nn.Linear(3, 3)
+    optimizer = paddle.optimizer.SGD(0.0, parameters=model.parameters())
+    step = TrainStep(model, optimizer, loss_fn=squares, sync=GradientSync(model, mode=mode))
+    seen, update = [], optimizer.step
+    optimizer.step = lambda: (seen.append(model.weight.grad.tolist()), update())
+    for counts in COUNTS[skip:]:
+        first, own = (0, counts[0]) if dist.get_rank() == 0 else (counts[0], counts[1])
+        loss = step([paddle.to_tensor(ROWS[first : first + own])]).loss
+        whole = squares(model, paddle.to_tensor(ROWS[: sum(counts)])).item()
+        assert loss == pytest.approx(whole, rel=1e-6)
+    return seen
+
+
+def check_ranks_are_weighed_by_their_examples() -> None:
+    """Within rounding: one mean over all rows adds up in another order."""
+    paddle.seed(0)
+    alone, wanted = paddle.nn.Linear(3, 3), []
+    for counts in COUNTS:
+        squares(alone, paddle.to_tensor(ROWS[: sum(counts)])).backward()
+        wanted.append(alone.weight.grad.tolist())
+        alone.clear_gradients()
+    found = {mode: gradients_of_steps(mode) for mode in ("overlap", "fused", "fleet")}
+    for mode, gradients in found.items():
+        np.testing.assert_allclose(gradients, wanted, rtol=1e-5, err_msg=mode)
+        assert values_of_ranks(gradients, "the gradients") == [gradients] * 2
+    assert found["overlap"] == found["fused"]
+    # Where the step before had unequal counts too, they are told earlier; that changes no bit.
+    assert found["overlap"][2:] == gradients_of_steps("overlap", skip=2)
+
+
+CHECKS = [
+    check_a_step_sends_rank_0_nothing_and_agrees_in_one_collective,
+    check_a_step_of_a_global_loss_sends_rank_0_nothing,
+    check_ranks_are_weighed_by_their_examples,
+]
+if not selected.is_selected():  # a device's collectives have no such limit
+    CHECKS.append(check_a_connection_that_gloo_has_given_up_is_made_anew)
+
+
+test_on_two_ranks = each_on_ranks(*CHECKS)
 
 
 def one_rate_on_each_rank() -> str:
@@ -138,10 +184,6 @@ def one_rate_on_each_rank() -> str:
     return "nothing"
 
 
-COUNTS = [(4, 4), (3, 1), (1, 3), (2, 2), (4, 4), (5, 2)]
-"""Of each step, how many examples the two ranks have."""
-
-
 def other_gradient_sync_on_each_rank() -> str:
     """Two of them over equal parameters: what one has sent would fit the other."""
     pairs = [(one, GradientSync(one)) for one in (paddle.nn.Linear(2, 2) for _ in range(2))]
@@ -149,103 +191,6 @@ def other_gradient_sync_on_each_rank() -> str:
     with pytest.raises(SyncError) as caught, sync.last_backward():
         model(paddle.ones([1, 2])).sum().backward()
     return str(caught.value)
-
-
-def train(mode: str, skip: int = 0) -> list[list[float]]:
-    """The gradient of each step, without those of the first `skip`, which are not made."""
-    paddle.seed(0)
-    model = paddle.nn.Linear(3, 3)
-    optimizer = paddle.optimizer.SGD(0.0, parameters=model.parameters())
-    sync = GradientSync(model, mode=mode)
-    step = TrainStep(model, optimizer, loss_fn=squares, sync=sync)
-    seen, update = [], optimizer.step
-    optimizer.step = lambda: (seen.append(model.weight.grad.tolist()), update())
-    for counts in COUNTS[skip:]:
-        rows = np.arange(24, dtype="float32").reshape([8, 3]) / 7
-        first, own = (0, counts[0]) if dist.get_rank() == 0 else (counts[0], counts[1])
-        loss = step([paddle.to_tensor(rows[first : first + own])]).loss
-        whole = squares(model, paddle.to_tensor(rows[: sum(counts)])).item()
-        assert loss == pytest.approx(whole, rel=1e-6)
-    return seen
-
-
-def squares(model: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
-    return model(x).square().mean()
-
-
-def counts_that_differ() -> dict[str, Any]:
-    paddle.seed(0)
-    alone = paddle.nn.Linear(3, 3)
-    wanted = []
-    for counts in COUNTS:
-        rows = np.arange(24, dtype="float32").reshape([8, 3]) / 7
-        squares(alone, paddle.to_tensor(rows[: sum(counts)])).backward()
-        wanted.append(alone.weight.grad.tolist())
-        alone.clear_gradients()
-    return {
-        "wanted": wanted,
-        **{mode: train(mode) for mode in ("overlap", "fused", "fleet")},
-        "from the third": train("overlap", skip=2),
-    }
-
-
-def every_case() -> dict[str, Any]:
-    return {
-        "counts": counts_of_steps(),
-        "contrastive": messages_of_contrastive_steps(),
-        "broken": broken_connection(),
-        "differ": counts_that_differ(),
-    }
-
-
-@pytest.fixture(scope="module")
-def seen() -> list[dict[str, Any]]:
-    return run_ranks(every_case, 2)
-
-
-@pytest.mark.parametrize("mode", ["overlap", "fused"])
-def test_a_step_sends_rank_0_nothing_and_agrees_in_one_collective(
-    mode: str, seen: list[dict[str, Any]]
-) -> None:
-    for one in seen:
-        messages, small, gradients = one["counts"][mode]
-        assert messages == []
-        assert len(small) == STEPS and max(small) <= 16
-        assert gradients > STEPS, "there are buckets"
-
-
-def test_paddles_own_synchronization_sends_rank_0_nothing_either(
-    seen: list[dict[str, Any]],
-) -> None:
-    for one in seen:
-        assert one["counts"]["fleet"][0] == []
-
-
-def test_a_step_of_a_global_loss_sends_rank_0_nothing(seen: list[dict[str, Any]]) -> None:
-    assert [one["contrastive"] for one in seen] == [[], []]
-
-
-@pytest.mark.skipif(selected.is_selected(), reason="a device's collectives have no such limit")
-def test_a_connection_that_gloo_has_given_up_is_made_anew(seen: list[dict[str, Any]]) -> None:
-    for one in seen:
-        assert one["broken"]["gradients"] == [1.5] * 3
-        assert one["broken"]["failures"] == 1
-        assert one["broken"]["took"] < 20
-
-
-@pytest.mark.parametrize("mode", ["overlap", "fused", "fleet"])
-def test_ranks_are_weighed_by_their_examples(mode: str, seen: list[dict[str, Any]]) -> None:
-    """Within rounding: one mean over all rows adds up in another order."""
-    first, second = (one["differ"] for one in seen)
-    assert first[mode] == second[mode]
-    np.testing.assert_allclose(first[mode], first["wanted"], rtol=1e-5)
-
-
-def test_a_step_has_the_same_bits_whatever_came_before(seen: list[dict[str, Any]]) -> None:
-    """Where the step before had unequal counts too, they are told earlier; that changes no bit."""
-    for one in seen:
-        assert one["differ"]["overlap"][2:] == one["differ"]["from the third"]
-        assert one["differ"]["overlap"] == one["differ"]["fused"]
 
 
 def test_another_learning_rate_on_one_rank_is_told_in_the_step() -> None:

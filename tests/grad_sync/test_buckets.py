@@ -14,8 +14,6 @@ from paddle_recompute.grad_sync._buckets import Bucket
 from paddle_recompute.grad_sync._offloaded import keep_elsewhere
 from paddle_recompute.grad_sync._parameters import ParameterList
 
-BUCKET = Bucket((2, 0, 1), (4, 6, 12))
-
 
 def parameters() -> list[paddle.Tensor]:
     """The second one gets a gradient that is not contiguous."""
@@ -25,30 +23,6 @@ def parameters() -> list[paddle.Tensor]:
 def backward(of: list[paddle.Tensor]) -> list[np.ndarray]:
     (of[0].square().sum() + (of[1].t() * paddle.randn([4, 3])).sum() + of[2].exp().sum()).backward()
     return [one.grad.numpy() for one in of]
-
-
-@pytest.mark.parametrize("num_steps", [1, 3], ids=["first step", "later step"])
-@pytest.mark.parametrize("missing", [(), (0,), (0, 1, 2)])
-def test_a_bucket_gives_each_gradient_its_piece(missing: tuple[int, ...], num_steps: int) -> None:
-    own, bucket = parameters(), Bucket(BUCKET.members, BUCKET.sizes)
-    for _ in range(num_steps):
-        wanted = backward(own)
-        for index in missing:
-            own[index].clear_gradient(False)
-            wanted[index] = np.zeros_like(wanted[index])
-        gradients = [one.grad for one in own]
-        flat = bucket.join([gradients[i] for i in bucket.members], paddle.float32, 0.5)
-        expected = np.concatenate([wanted[i].ravel() for i in bucket.members]) * np.float32(0.5)
-        assert np.array_equal(flat.numpy(), expected)
-        skipped = frozenset(missing[:1])
-        bucket.split_into(own, gradients, flat, skipped)
-        for index, one in enumerate(own):
-            if index in skipped:
-                assert one.grad is None
-            else:
-                assert one.grad.shape == one.shape
-                assert np.array_equal(one.grad.numpy(), wanted[index] * np.float32(0.5))
-            one.clear_gradient(False)
 
 
 def test_a_write_raises_the_version_of_a_gradient() -> None:

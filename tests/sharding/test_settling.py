@@ -29,8 +29,8 @@ from paddle_recompute.errors import PeerError
 from paddle_recompute.sharding import _travel
 from paddle_recompute.sharding._settling import are_coming, settle
 from tests.distributed.mortal_ranks import MortalRanks, results_of
-from tests.ranks import run_ranks
-from tests.sharding.runs import WIDTH, Case, Net, Training, filled, make_of
+from tests.ranks import each_on_ranks, run_ranks
+from tests.sharding.runs import WIDTH, Case, Net, Training, equal, filled, make_of
 
 pytestmark = pytest.mark.skipif(paddle.__version__ < "3", reason="overlap=True needs Paddle 3")
 
@@ -141,27 +141,23 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def worker_of_uses(recompute: bool) -> list[str]:
-    faults = []
+def check_every_use(recompute: bool) -> None:
     for name, use in USES.items():
         with held():
             plain, sharded = plain_and_sharded(Case(recompute=recompute))
-            if not are_coming(sharded.model.parameters()):
-                faults.append(f"{name}: nothing travels")
+            assert are_coming(sharded.model.parameters()), name
             found = [use(one.model) for one in (plain, sharded)]
             both = [one if isinstance(one, list) else [one] for one in found]
-            if not all(map(np.array_equal, *both)):
-                faults.append(name)
+            assert all(map(np.array_equal, *both)), name
             settle()
-    return faults
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_use_waits(recompute: bool) -> None:
-    assert run_ranks(worker_of_uses, 2, recompute=recompute) == [[], []]
+    run_ranks(check_every_use, 2, recompute=recompute)
 
 
-def worker_of_graph() -> bool:
+def check_a_backward() -> None:
     """A graph of before the update, which Paddle lets go on with the new values."""
     found = []
     with held():
@@ -175,42 +171,27 @@ def worker_of_graph() -> bool:
             training.optimizer.clear_grad()
             (gradient,) = paddle.grad(y.sum(), [x])
             found.append(gradient.numpy())
-    return bool((found[0] == found[1]).all())
+    assert np.array_equal(*found)
 
 
-def test_a_backward_waits() -> None:
-    assert run_ranks(worker_of_graph, 2) == [True, True]
-
-
-def worker_of_updates() -> list[str]:
+def check_the_next_update_and_the_state() -> None:
     """Updates without a forward between them; and the state after one."""
-    found = []
     with held():
-        pair = plain_and_sharded(Case(recompute=False))
-        for training in pair:
+        plain, sharded = plain_and_sharded(Case(recompute=False))
+        for training in (plain, sharded):
             for value in (1.0, 2.0):
                 for parameter in training.model.parameters():
                     parameter.grad = paddle.full_like(parameter, value)
                 training.optimizer.step()
-        assert pair[1].optimizer.is_updating
-        plain, sharded = pair
+        assert sharded.optimizer.is_updating
         state = sharded.optimizer.state_dict()
         assert not sharded.optimizer.is_updating
-        own = plain.optimizer.state_dict()
-        if len(state) != len(own):
-            found.append("state")
-        for one, other in zip(plain.weights().values(), sharded.weights().values(), strict=True):
-            if (one != other).any():
-                found.append("weights")
-    return found
+        assert len(state) == len(plain.optimizer.state_dict())
+        assert equal(plain.weights(), sharded.weights())
 
 
-def test_the_next_update_and_the_state_wait() -> None:
-    assert run_ranks(worker_of_updates, 2) == [[], []]
-
-
-def worker_that_forks() -> int:
-    """How a child ends, which has no thread that could bring a parameter; 0: with new values."""
+def check_a_fork() -> None:
+    """A child has no thread that could bring a parameter; a data loader's may read one."""
     with held():
         plain, sharded = plain_and_sharded(Case(recompute=False))
         assert are_coming(sharded.model.parameters())
@@ -218,48 +199,35 @@ def worker_that_forks() -> int:
         if child == 0:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(30)  # ends a child that waits for ever
-            same = True
-            for one, other in zip(
-                plain.model.parameters(), sharded.model.parameters(), strict=True
-            ):
-                same &= np.array_equal(one.numpy(), other.numpy())
-            os._exit(0 if same else 1)
-        return os.waitpid(child, 0)[1]
+            os._exit(0 if equal(plain.weights(), sharded.weights()) else 1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_fork_waits() -> None:
-    """The worker of a data loader may read a parameter."""
-    assert run_ranks(worker_that_forks, 2) == [0, 0]
-
-
-def worker_of_order() -> list[tuple[int, int]]:
-    """(how many parameters of a block are on their way, of what follows), before and after it."""
+def check_a_forward_waits_for_what_it_reads_alone() -> None:
+    """How many parameters of a block are on their way, and of what follows; before and after it."""
     with held():
         training = Training(Case(kind="plain"), sharded=True, overlap=True).run(0, 1)
         model, seen = training.model, []
 
         def note(layer: paddle.nn.Layer, *_: Any) -> None:
             behind = [*model.blocks[1:].parameters(), *model.head.parameters()]
-            seen.append(
-                (sum(are_coming([p]) for p in layer.parameters()), sum(map(_is_coming, behind)))
-            )
+            seen.append([sum(are_coming([p]) for p in of) for of in (layer.parameters(), behind)])
 
         model.blocks[0].register_forward_pre_hook(note)
         model.blocks[0].register_forward_post_hook(note)
         with paddle.no_grad():
             forward(model)
         settle()
-    return seen
+    (before, _), (after, behind) = seen[:2]
+    assert before > 0 and after == 0 and behind == 14
 
 
-def _is_coming(parameter: paddle.Tensor) -> bool:
-    return are_coming([parameter])
-
-
-def test_a_forward_waits_for_what_it_reads_alone() -> None:
-    for seen in run_ranks(worker_of_order, 2):
-        (before, _), (after, behind) = seen[:2]
-        assert before > 0 and after == 0 and behind == 14
+test_what_waits = each_on_ranks(
+    check_a_backward,
+    check_the_next_update_and_the_state,
+    check_a_fork,
+    check_a_forward_waits_for_what_it_reads_alone,
+)
 
 
 def worker_of_failure() -> list[str]:
@@ -307,21 +275,16 @@ def worker_that_leaves(folder: str) -> None:
     optimizer.step()
     if dist.get_rank() == 1:
         sys.exit(0)
-    expected = [p.numpy() for p in make_plain().parameters()]
-    same = all(map(np.array_equal, expected, [p.numpy() for p in model.parameters()]))
-    Path(folder, "same").write_text(str(same))
+    plain = filled(Net())
+    for parameter in plain.parameters():
+        parameter.grad = paddle.ones_like(parameter)
+    make_of("sgd")(plain.parameters()).step()
+    both = ([p.numpy() for p in one.parameters()] for one in (plain, model))
+    Path(folder, "same").write_text(str(all(map(np.array_equal, *both))))
     os._exit(0)  # without a barrier
 
 
 _until_the_end = contextlib.ExitStack()
-
-
-def make_plain() -> paddle.nn.Layer:
-    model = filled(Net())
-    for parameter in model.parameters():
-        parameter.grad = paddle.ones_like(parameter)
-    make_of("sgd")(model.parameters()).step()
-    return model
 
 
 def test_the_end_of_a_process_waits(tmp_path: Path) -> None:

@@ -11,18 +11,14 @@ from unittest import mock
 
 import paddle
 import paddle.distributed as dist
-import pytest
 
-from paddle_recompute import ShardedOptimizer
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.distributed import gathered
-from paddle_recompute.planner.job import Job
 from paddle_recompute.sharding import _travel
 from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
 from tests.distributed.mortal_ranks import assert_rank_0_names_killed_rank_1
 from tests.ranks import run_ranks
-from tests.sharding.runs import Net, make_of
 
 RUN: dict[str, Any] = {
     "launch__num_ranks": 2,
@@ -78,33 +74,3 @@ def test_the_trainer_has_the_bits_of_the_replicated_run_and_resumes(tmp_path: Pa
         run_ranks(train, 2, folder=folder, name="run", sharded=is_sharded, **changes)
         assert_same_run(tmp_path / "run", tmp_path / "plain")
         shutil.rmtree(tmp_path / "run")
-
-
-def moments_of(optimizer: Any, ranks: int) -> int:
-    model = Net()
-    job = Job(model, [], lambda model, x: x, optimizer(model), optimizer_ranks=ranks)
-    return job.held()["moments"]
-
-
-def test_the_planner_counts_the_share_of_a_rank() -> None:
-    def plain(model: paddle.nn.Layer) -> Any:
-        return make_of("adamw")(model.parameters())
-
-    def sharded(model: paddle.nn.Layer) -> Any:
-        return ShardedOptimizer(make_of("adamw"), model)
-
-    whole = moments_of(plain, 1)
-    largest = 4 * 2 * max(int(one.size) for one in Net().parameters())
-    assert whole / 4 < moments_of(plain, 4) <= whole / 4 + largest
-    assert moments_of(sharded, 1) == whole
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_one_rank_has_the_whole_state(steps: int) -> None:
-    model = Net()
-    optimizer = ShardedOptimizer(make_of("adamw"), model)
-    for _ in range(steps):
-        model(paddle.ones([2, 8])).sum().backward()
-        optimizer.step()
-    assert len(optimizer.owned) == len(model.parameters())
-    assert bool(optimizer.state_dict()) == bool(steps)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import warnings
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
+from paddle.distributed.fleet.utils import recompute as fleet_recompute
 
 from paddle_recompute import (
     ContrastiveLoss,
@@ -22,6 +24,7 @@ from paddle_recompute import (
 )
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.errors import ConfigError, StaticGraphError
+from paddle_recompute.replay import comparison
 from tests.processes import python
 from tests.ranks import run_ranks
 from tests.train_step.half_precision import auto_cast
@@ -170,20 +173,31 @@ def test_recompute_saves_memory(cached: bool) -> None:
 
 
 @only_3
-def test_without_gradients_a_program_keeps_nothing() -> None:
-    """The first forward of a gradient cache would hold a whole chunk's activations otherwise."""
-    model = build(wrap=True, compiled=True, width=32, depth=8)
-    ids = paddle.ones([32, 64], "int64")
-    with paddle.no_grad():
-        model(ids)
+def test_a_comparison_runs_under_the_models_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peak is that of an eager step with recompute, plus the gradients of a run."""
+
+    def peak(*, wrap: bool, compared: bool) -> int:
+        paddle.seed(0)
+        monkeypatch.setattr(comparison, "STEPS", range(1, 7) if compared else ())
+        model = paddle.nn.Sequential(
+            *(paddle.nn.TransformerEncoderLayer(32, 2, 128, 0.1) for _ in range(8))
+        )
+        if wrap:
+            apply_recompute(model, RecomputeConfig(checkpoints=["*"]))
+        compile_model(model, [paddle.static.InputSpec([-1, -1, 32], "float32")])
+        x = paddle.randn([16, 32, 32])
         peaks = []
-        for _ in range(5):
+        for _ in range(6):
+            gc.collect()
             before = _memory.current_bytes()
             _memory.reset_peak()
-            model(ids)
+            model(x).square().mean().backward()
             peaks.append(_memory.peak_bytes() - before)
-    one = 32 * 64 * 32 * 4  # bytes of x; a tower has ten times as many, and there are ten towers
-    assert min(peaks) < 30 * one
+            model.clear_gradients()
+        # A thread of Paddle's executor frees tensors, and is late on a busy machine.
+        return min(peaks[1:])
+
+    assert peak(wrap=True, compared=True) < 0.65 * peak(wrap=False, compared=False)
 
 
 # --------------------------------------------------------------------------------------- refusals
@@ -203,108 +217,15 @@ class Drawing(Unconvertible):
         return self.linear(x) * random.random()
 
 
-ROWS = [paddle.static.InputSpec([-1, 4], "float32")]
+class CallingFleet(Unconvertible):
+    def forward(self, x: Any) -> Any:
+        return fleet_recompute(self.linear, x)
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [(Unconvertible, "cannot convert Unconvertible: "), (Drawing, "draws from Python's random")],
-)
-def test_a_model_that_cannot_be_converted(make: type[Unconvertible], reason: str) -> None:
-    model = make()
-    with pytest.raises(StaticGraphError, match=reason):
-        compile_model(model, ROWS)
-    state = random.getstate()
-    report = compile_model(model, ROWS, or_eager=True)
-    assert random.getstate() == state
-    assert not report.compiled and "eager execution goes on" in str(report)
-    model(paddle.ones([2, 4])).sum().backward()
-    assert model.linear.weight.grad is not None
-
-
-@pytest.mark.skipif(not IS_26, reason="Paddle 3.3 recomputes in the Program")
-def test_a_wrapped_model_on_2_6_is_not_converted() -> None:
-    model = build(wrap=True, compiled=False)
-    assert "would drop without a word" in compile_model(model, SPEC, or_eager=True).reason
-    assert model(paddle.ones([2, 3], "int64")).shape == [2, 16]
-
-
-@only_3
-def test_fleets_recompute_is_refused() -> None:
-    from paddle.distributed.fleet.utils import recompute
-
-    class Calling(Unconvertible):
-        def forward(self, x: Any) -> Any:
-            return recompute(self.linear, x)
-
-    with pytest.raises(StaticGraphError, match="calls fleet's recompute"):
-        compile_model(Calling(), ROWS)
-
-
-def test_a_program_that_no_longer_fits_its_model_is_refused() -> None:
-    model = build(wrap=False, compiled=True)
-    ids = paddle.ones([2, 3], "int64")
-    model(ids)
-    model.right.up.weight.stop_gradient = True
-    with pytest.raises(StaticGraphError, match="replaced, frozen or unfrozen"):
-        model(ids)
-    model.eval()
-    with paddle.no_grad():
-        model(ids)
-    model.train()
-    model.forward.rollback()
-    compile_model(model, SPEC)
-    model(ids).sum().backward()
-    assert model.right.up.weight.grad is None and model.right.down.weight.grad is not None
-
-
-def test_a_mode_that_the_program_does_not_know_is_refused() -> None:
-    """The Program for evaluation has no backward, and no Program looks at the flags again."""
-    model = build(wrap=False, compiled=True)
-    ids = paddle.ones([2, 3], "int64")
-    model.right.dropout.eval()
-    with pytest.raises(StaticGraphError, match="a sublayer of it was put into"):
-        model(ids)
-    model.eval()
-    with pytest.raises(StaticGraphError, match=r"called in eval\(\) with gradients on"):
-        model(ids)
-    model.right.dropout.train()
-    with paddle.no_grad(), pytest.raises(StaticGraphError, match="a sublayer of it was put into"):
-        model(ids)
-    model.train()
-    model(ids).sum().backward()
-    evaluated = build(wrap=False, compiled=False)
-    evaluated.eval()
-    with pytest.raises(ConfigError, match=r"the model is in eval\(\)"):
-        compile_model(evaluated, SPEC)
-
-
-def test_several_outputs_are_refused() -> None:
-    class Two(Unconvertible):
-        def forward(self, x: Any) -> Any:
-            h = self.linear(x) * 2
-            return h, h * 3
-
-    with pytest.raises(StaticGraphError, match="returns 2 tensors"):
-        compile_model(Two(), ROWS)
-    model = Two()
-    assert not compile_model(model, ROWS, or_eager=True).compiled
-    first, second = model(paddle.ones([2, 4]))
-    assert np.array_equal(first.numpy() * 3, second.numpy())
-
-
-def test_another_precision_than_that_of_the_program_is_refused() -> None:
-    model = build(wrap=False, compiled=True)
-    with auto_cast(dtype="bfloat16"), pytest.raises(StaticGraphError, match="another mixed prec"):
-        model(paddle.ones([2, 3], "int64"))
-
-
-def test_other_lists_of_operators_are_another_precision() -> None:
-    with auto_cast(dtype="bfloat16", custom_black_list={"matmul"}):
-        model = build(wrap=False, compiled=True)
-        model(paddle.ones([2, 3], "int64"))
-    with auto_cast(dtype="bfloat16"), pytest.raises(StaticGraphError, match="another mixed prec"):
-        model(paddle.ones([2, 3], "int64"))
+class Two(Unconvertible):
+    def forward(self, x: Any) -> Any:
+        h = self.linear(x) * 2
+        return h, h * 3
 
 
 class InPlace(Unconvertible):
@@ -322,16 +243,6 @@ class InPlaceBuffer(Unconvertible):
     def forward(self, x: Any) -> Any:
         self.calls.add_(paddle.ones([1]))
         return self.linear(x) * self.calls
-
-
-@pytest.mark.parametrize("make", [InPlace, InPlaceBuffer])
-def test_operators_in_place(make: type[Unconvertible]) -> None:
-    """A Program of Paddle leaves their tensor as it is, and warns."""
-    model = make()
-    with pytest.warns(UserWarning, match="inplace"), pytest.raises(StaticGraphError) as error:
-        compile_model(model, ROWS)
-    assert "its forward calls add_(), which changes nothing in a Program" in str(error.value)
-    assert not compile_model(model, ROWS, or_eager=True).compiled
 
 
 class WhileLoop(Unconvertible):
@@ -372,23 +283,49 @@ class OverRows(Unconvertible):
         return total
 
 
-def refuses(make: type[Unconvertible]) -> None:
+ROWS = [paddle.static.InputSpec([-1, 4], "float32")]
+IN_PLACE = r"its forward calls add_\(\), which changes nothing in a Program"
+LOOP = "has a loop over tensors.*compile: auto"  # Paddle's own error comes in the backward, if ever
+REFUSED = {
+    Unconvertible: "cannot convert Unconvertible: ",
+    Drawing: "draws from Python's random",
+    Two: "returns 2 tensors",
+    InPlace: IN_PLACE,
+    InPlaceBuffer: IN_PLACE,
+    WhileLoop: LOOP,
+    LoopInBranch: LOOP,
+}
+if not IS_26:  # which takes no wrapped model at all
+    REFUSED[CallingFleet] = "calls fleet's recompute"
+
+
+def refuses(make: type[Unconvertible], reason: str = LOOP) -> None:
     paddle.seed(0)
     model = make()
-    with pytest.raises(StaticGraphError, match=r"has a loop over tensors.*compile: auto"):
-        compile_model(model, ROWS)
-    assert not compile_model(model, ROWS, or_eager=True).compiled
+    state = random.getstate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Paddle's, of operators in place
+        with pytest.raises(StaticGraphError, match=reason):
+            compile_model(model, ROWS)
+        report = compile_model(model, ROWS, or_eager=True)
+    assert random.getstate() == state
+    assert not report.compiled and "eager execution goes on" in str(report)
     paddle.seed(0)
     plain = make()
     for one in (model, plain):
-        one(paddle.ones([3, 4])).sum().backward()
+        random.setstate(state)
+        x = paddle.ones([3, 4])
+        x.stop_gradient = False  # or fleet's recompute loses the gradients of the weights
+        found = one(x)
+        (found[1] if isinstance(found, tuple) else found).sum().backward()
     assert np.array_equal(model.linear.weight.grad.numpy(), plain.linear.weight.grad.numpy())
 
 
-@pytest.mark.parametrize("make", [WhileLoop, LoopInBranch])
-def test_loops_over_tensors(make: type[Unconvertible]) -> None:
-    """Paddle's own error comes in the backward, if at all."""
-    refuses(make)
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_a_model_that_cannot_be_converted_goes_on_in_eager_execution(
+    make: type[Unconvertible],
+) -> None:
+    refuses(make, REFUSED[make])
 
 
 @pytest.mark.parametrize("make", [OverSize, OverRows])
@@ -400,6 +337,63 @@ def test_loops_over_rows(make: type[Unconvertible]) -> None:
         if done.returncode >= 0:
             break
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.skipif(not IS_26, reason="Paddle 3.3 recomputes in the Program")
+def test_a_wrapped_model_on_2_6_is_not_converted() -> None:
+    model = build(wrap=True, compiled=False)
+    assert "would drop without a word" in compile_model(model, SPEC, or_eager=True).reason
+    assert model(paddle.ones([2, 3], "int64")).shape == [2, 16]
+
+
+def test_a_program_that_no_longer_fits_its_model_is_refused() -> None:
+    model = build(wrap=False, compiled=True)
+    ids = paddle.ones([2, 3], "int64")
+    model(ids)
+    model.right.up.weight.stop_gradient = True
+    with pytest.raises(StaticGraphError, match="replaced, frozen or unfrozen"):
+        model(ids)
+    model.eval()
+    with paddle.no_grad():
+        model(ids)
+    model.train()
+    model.forward.rollback()
+    compile_model(model, SPEC)
+    model(ids).sum().backward()
+    assert model.right.up.weight.grad is None and model.right.down.weight.grad is not None
+
+
+def test_a_mode_that_the_program_does_not_know_is_refused() -> None:
+    """The Program for evaluation has no backward, and no Program looks at the flags again."""
+    model = build(wrap=False, compiled=True)
+    ids = paddle.ones([2, 3], "int64")
+    model(ids)
+    model.right.dropout.eval()
+    with pytest.raises(StaticGraphError, match="a sublayer of it was put into"):
+        model(ids)
+    model.eval()
+    with pytest.raises(StaticGraphError, match=r"called in eval\(\) with gradients on"):
+        model(ids)
+    model.right.dropout.train()
+    with paddle.no_grad(), pytest.raises(StaticGraphError, match="a sublayer of it was put into"):
+        model(ids)
+    model.train()
+    model(ids).sum().backward()
+    evaluated = build(wrap=False, compiled=False)
+    evaluated.eval()
+    with pytest.raises(ConfigError, match=r"the model is in eval\(\)"):
+        compile_model(evaluated, SPEC)
+
+
+def test_another_precision_than_that_of_the_program_is_refused() -> None:
+    model = build(wrap=False, compiled=True)
+    with auto_cast(dtype="bfloat16"), pytest.raises(StaticGraphError, match="another mixed prec"):
+        model(paddle.ones([2, 3], "int64"))
+    with auto_cast(dtype="bfloat16", custom_black_list={"matmul"}):
+        model = build(wrap=False, compiled=True)
+        model(paddle.ones([2, 3], "int64"))
+    with auto_cast(dtype="bfloat16"), pytest.raises(StaticGraphError, match="another mixed prec"):
+        model(paddle.ones([2, 3], "int64"))
 
 
 def test_a_copy_is_refused() -> None:

@@ -91,20 +91,6 @@ def test_a_read_is_counted(how: str) -> None:
     assert reads.count == 1 and "test_host_reads.py" in reads.where[0]
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
-def test_a_read_in_the_loss_is_counted(num_micro_batches: int) -> None:
-    def reading(model: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
-        loss = mean_square(model, x)
-        assert math.isfinite(float(loss))
-        return loss
-
-    step = step_of(net(), loss_fn=reading, accumulate_steps=num_micro_batches)
-    step([batch(k) for k in range(num_micro_batches)])
-    with counted() as reads:
-        step([batch(k) for k in range(num_micro_batches)])
-    assert reads.count == num_micro_batches
-
-
 # -------------------------------------------------------------------------------------- 0 reads
 
 
@@ -133,7 +119,7 @@ def test_a_step_reads_nothing(
 def test_a_step_with_a_gradient_cache_reads_nothing(
     num_micro_batches: int, tile: int | None
 ) -> None:
-    model = net()
+    model = net(recomputes=True)
     loss = ContrastiveLoss(0.1, tile=tile, learnable_temperature=True)
     cache = GradCache(model, loss, chunk_size=2)
     optimizer = paddle.optimizer.AdamW(parameters=[*model.parameters(), *loss.parameters()])
@@ -146,15 +132,6 @@ def test_a_step_with_a_gradient_cache_reads_nothing(
         results = [step(pairs) for _ in range(STEPS)]
     assert reads.where == []
     assert results[0].loss > results[-1].loss
-
-
-def test_a_gradient_cache_alone_reads_nothing() -> None:
-    cache = GradCache(net(recomputes=True), ContrastiveLoss(0.1), chunk_size=2)
-    cache.backward(batch(1), batch(2))
-    with counted() as reads:
-        losses = [cache.backward(batch(1), batch(2)) for _ in range(STEPS)]
-    assert reads.where == []
-    assert len({float(loss) for loss in losses}) == 1
 
 
 def test_the_first_call_of_a_layer_reads_once_per_large_buffer() -> None:
@@ -263,9 +240,10 @@ def test_a_step_that_is_not_finite_leaves_the_parameters_alone(
     ) as told:
         _ = results[2].loss
     assert told.value.steps_ago == 2
-    for result in results:
-        with pytest.raises(DivergenceError):
+    for steps_ago, result in enumerate(results):
+        with pytest.raises(DivergenceError) as told:
             _ = result.grad_norm
+        assert told.value.steps_ago == steps_ago
     after = step([batch(6)])
     assert math.isfinite(after.loss)  # who catches it may go on
     assert not np.array_equal(model.parameters()[0].numpy(), before[0])
@@ -362,20 +340,3 @@ def test_after_a_divergence_the_next_step_is_finite(optimizer: str) -> None:
     with pytest.raises(DivergenceError):
         print(step([x * math.nan]).loss)
     assert math.isfinite(step([x]).loss)
-
-
-def test_a_step_before_the_one_that_diverged_tells_its_loss() -> None:
-    paddle.seed(0)
-    model, x = paddle.nn.Linear(4, 4), paddle.ones([2, 4])
-    step = TrainStep(
-        model, paddle.optimizer.AdamW(0.01, parameters=model.parameters()), loss_fn=Switch()
-    )
-    step([x])
-    sound, bad, after = step([x]), step([x * math.nan]), step([x])
-    with pytest.raises(DivergenceError) as error:
-        print(after.loss)
-    assert error.value.steps_ago == 1
-    assert math.isfinite(sound.loss)
-    with pytest.raises(DivergenceError) as error:
-        print(bad.loss)
-    assert error.value.steps_ago == 0

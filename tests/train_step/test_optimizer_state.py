@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from paddle.distributed import fleet
 
 from paddle_recompute.app.config import Config
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step import NOT_UPDATED, TrainStep
-from tests.ranks import run_ranks
 
 WIDTH = 4
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -182,48 +180,3 @@ def test_a_program_takes_a_state_with_a_frozen_parameter() -> None:
 
 
 # ------------------------------------------------------------------------------- fleet's sharding
-
-
-def sharded() -> tuple[str, str]:
-    """What a `TrainStep` says under fleet's stage 1, when it is asked for its state and given
-    rank 0's.
-    """
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {
-        "dp_degree": 1, "mp_degree": 1, "pp_degree": 1, "sharding_degree": 2
-    }  # fmt: skip
-    fleet.init(is_collective=True, strategy=strategy)
-
-    def made() -> TrainStep:
-        paddle.seed(1)
-        model = Routed()
-        optimizer = fleet.distributed_optimizer(OPTIMIZERS["AdamW"](model.parameters()))
-        fleet.distributed_model(model)
-        return TrainStep(model, optimizer, loss_fn=loss_of)
-
-    step = made()
-    for _ in range(2):
-        step(batch(0, 1, 2))
-    said = []
-    try:
-        step.state_dict()
-    except CheckpointError as error:
-        said.append(str(error))
-    parameters = dict(Routed().named_parameters())
-    kept = [name for place, name in enumerate(parameters) if place % 2]
-    half = {
-        f"{name}:{kind}": np.zeros(parameters[name].shape if "moment" in kind else [1], "float32")
-        for name in kept
-        for kind in ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
-    }
-    try:
-        made().set_state_dict({"optimizer": half})
-    except CheckpointError as error:
-        said.append(str(error))
-    return said[0], said[1]
-
-
-def test_half_of_the_state_under_fleets_sharding_is_refused() -> None:
-    for kept, given in run_ranks(sharded, 2, fresh=True):
-        assert "the optimizer has updated" in kept and "sharding_degree: 1" in kept
-        assert "the optimizer state lacks first.weight:" in given
