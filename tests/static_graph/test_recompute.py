@@ -275,14 +275,6 @@ def assigned_parts(x: Any) -> Any:
     return functional.gelu(hidden) * hidden + paddle.tanh(before) * x
 
 
-@graph(2, only_pir=True)
-def printed(x: Any) -> Any:
-    """An operator that is not known could return its operand's memory without saying so."""
-    hidden = functional.gelu(linear(x))
-    shown = paddle.static.Print(hidden, first_n=0)
-    return functional.gelu(hidden * 2) + paddle.exp(-shown.abs()) * x
-
-
 @graph(2)
 def dropout_of_any_kind(x: Any) -> Any:
     for mode in ("upscale_in_train", "downscale_in_infer"):
@@ -354,6 +346,19 @@ def test_what_a_branch_uses_is_not_computed_again() -> None:
     """The branch's own backward takes the original, so a second one would only cost memory."""
     again = copies(branch_inside)
     assert again and "gelu" not in again and "if" not in again
+
+
+@needs_pir
+def test_what_an_unknown_operator_takes_is_kept() -> None:
+    """It could return its operand's memory without saying so."""
+    from paddle_recompute.recompute.program.pir.aliasing import Memory
+
+    with building() as program:
+        taken, other = paddle.tanh(data()), paddle.exp(data("other"))
+        paddle.static.Print(taken)
+        memory_of = Memory(program.global_block().ops)
+        assert memory_of.is_shared(taken) and not memory_of.is_overwritten(taken)
+        assert not memory_of.is_shared(other)
 
 
 @needs_pir
