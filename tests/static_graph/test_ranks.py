@@ -141,17 +141,15 @@ paddle.distributed.fleet.init(is_collective=True)
 paddle.disable_static()
 from tests.static_graph.test_ranks import CASES, run_case
 run = run_case(paddle.distributed.get_rank(), **CASES["recompute"])
-print("losses", run.losses)
+print("parameters", {name: float(value.sum()) for name, value in run.parameters.items()})
 """
 
 
-def test_ranks_that_never_were_in_dygraph(
-    of_two_ranks: list[dict[str, Run]], tmp_path: Path
-) -> None:
+def test_ranks_that_never_were_in_dygraph(tmp_path: Path) -> None:
     """A script of a static job does not call ``init_parallel_env``; fleet leaves a log there."""
     outputs = python_on_ranks("-c", ALL_STATIC, folder=tmp_path)
-    for output, results in zip(outputs, of_two_ranks, strict=True):
-        assert f"losses {results['recompute'].losses}" in output, output[-3000:]
+    one, other = (re.search("parameters ({.*})", output) for output in outputs)
+    assert one is not None and other is not None and one[1] == other[1], outputs
 
 
 # ------------------------------------------------------ the loss over the pairs of all ranks
