@@ -551,7 +551,7 @@ def test_to_static_keeps_what_was_detached() -> None:
         paddle.seed(3)
         part = Part(exponential)
         model = paddle.nn.Sequential(recompute_wrapper(part) if wraps else part)
-        call = paddle.jit.to_static(model) if to_static else model
+        call = paddle.jit.to_static(model, full_graph=True) if to_static else model
         optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
         random = np.random.RandomState(0)
         found = []
