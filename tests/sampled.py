@@ -33,10 +33,7 @@ EVERY_ON_26 = {
     _MATRYOSHKA: 5,
     _STATIC + "recompute.py::test_odd_graph": 2,
     _STATIC + "recompute.py::test_a_batch_norm_leaves_its_running_statistics": 2,
-    _STATIC + "train_step.py::test_branches_with_dropout_repeat_their_bits_at_every_start": 2,
     _STATIC + "comparison.py::test_a_right_program_trains_as_if_it_were_not_compared": 2,
-    _STATIC + "detached.py::test_what_was_detached_keeps_its_numbers": 2,
-    _STATIC + "contrastive_ranks.py::test_negatives_of_all_ranks": 2,
     # Runs of the application, whose steps are compared in the rooms of the library.
     _TRAINED + "test_a_program_trains_what_dygraph_trains": 3,
     _TRAINED + "test_a_resumed_run_repeats_the_bits": 3,

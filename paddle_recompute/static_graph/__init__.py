@@ -8,9 +8,6 @@ micro-batch, compares the Program with dygraph where that is due (`_comparison`)
 updates; the trained variables stay in a `ScopeState`.
 """
 
-from typing import Any
-
-from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program import SegmentInfo, SegmentReport, explain, mark_checkpoint
 from paddle_recompute.static_graph._cached_program import ProgramCache
 from paddle_recompute.static_graph.minimize import RecomputeOptimizer, minimize
@@ -31,9 +28,3 @@ __all__ = [
     "mark_checkpoint",
     "minimize",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "ProgramCalls":
-        raise StaticGraphError("ProgramCalls has gone; measure a step of a StaticTrainStep instead")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

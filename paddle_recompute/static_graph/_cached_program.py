@@ -215,7 +215,7 @@ class CachedProgram:
             for name, parameter in _parameters_of(self.loss).items():
                 variable = sum_of(self.state.variables["model"][name])
                 if parameter.grad is not None and variable in self.sums:
-                    self._set(variable, parameter.grad.numpy())
+                    self.state.set({variable: parameter.grad.numpy()})
                     parameter.clear_gradient(False)
         (norm,) = self.state.run(self.main, {}, [self.norm], exchanges=True)
         return float(norm)
@@ -230,8 +230,8 @@ class CachedProgram:
             raise
 
     def _drop_gradients(self) -> None:
-        for name in self.sums:
-            self._set(name, np.zeros_like(np.array(self.state.tensor(name))))
+        sums = self.state.get(self.sums)
+        self.state.set({name: np.zeros_like(one) for name, one in sums.items()})
         for parameter in _parameters_of(self.loss).values():
             parameter.clear_gradient(False)
 
@@ -261,20 +261,16 @@ class CachedProgram:
                 "parameters of the loss were frozen or unfrozen, and the Program that updates them "
                 "does not know it; make a new StaticTrainStep"
             )
+        variables = self.state.variables["model"]
         with paddle.no_grad():
             for name, parameter in _parameters_of(self.loss).items():
-                parameter.set_value(np.array(self._variable(name)))
+                parameter.set_value(np.array(self.state.tensor(variables[name])))
 
     def _set_parameters_of_loss(self) -> None:
         """Let the scope have those of the loss, which may have clipped them."""
-        for name, parameter in _parameters_of(self.loss).items():
-            self._variable(name).set(parameter.numpy(), self.state.executor.place)
-
-    def _variable(self, name: str) -> Any:
-        return self.state.tensor(self.state.variables["model"][name])
-
-    def _set(self, variable: str, array: Any) -> None:
-        self.state.tensor(variable).set(array, self.state.executor.place)
+        variables = self.state.variables["model"]
+        of_loss = _parameters_of(self.loss).items()
+        self.state.set({variables[name]: parameter.numpy() for name, parameter in of_loss})
 
 
 Built = TrainedProgram | CachedProgram

@@ -113,7 +113,7 @@ class ProgramEncoder(OwnBackward):
 
     def state(self) -> dict[str, NDArray[Any]]:
         """The statistics; the same object as long as they do not change."""
-        now = self._read_statistics()
+        now = self._state.get(self._statistics)
         last = self._last
         if any(name not in last or not np.array_equal(now[name], last[name]) for name in now):
             self._last = now
@@ -139,12 +139,12 @@ class ProgramEncoder(OwnBackward):
                     if gradient is None
                     else gradient.astype("float32").numpy()
                 )
-        now = self._read_statistics()
-        self._write_statistics(state)
+        now = self._state.get(self._statistics)
+        self._state.set(state)
         try:
             arrays = self._state.run(backward.main, feed, backward.outputs, exchanges=False)
         finally:
-            self._write_statistics(now)
+            self._state.set(now)
         return _as_tensors(backward, arrays, trained=True)
 
     def _programs_for(self, batch: Any) -> tuple[ChunkPrograms, dict[str, NDArray[Any]]]:
@@ -155,15 +155,6 @@ class ProgramEncoder(OwnBackward):
             except DataError as fault:
                 faults.append(fault)
         raise faults[0]
-
-    def _read_statistics(self) -> dict[str, NDArray[Any]]:
-        return {name: np.array(self._state.tensor(name)) for name in self._statistics}
-
-    def _write_statistics(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        for name, array in arrays.items():
-            tensor = self._state.tensor(name)
-            if not np.array_equal(np.array(tensor), array):
-                tensor.set(array, self._state.executor.place)
 
 
 def sum_of(parameter: str) -> str:

@@ -118,7 +118,10 @@ class Comparison:
         with training.dygraph_mode(), built.state.kept(), ExitStack() as stack:
             stack.callback(streams.restore)
             values = built.state.get(set(known.values()))
-            trained = sorted({known[name] for name in self._trained() if name in known})
+            parameters = self._named("named_parameters").items()
+            trained = sorted(
+                {known[name] for name, one in parameters if name in known and not one.stop_gradient}
+            )
             start = {name: _moved(values[name], seed) for seed, name in enumerate(trained)}
             values |= start
             lent = {name: values[variable] for name, variable in known.items()}
@@ -222,25 +225,19 @@ class Comparison:
         }
         return others | built.state.variables["model"]
 
-    def _trained(self) -> list[str]:
-        return [
-            f"{prefix}{name}"
-            for prefix, layer in self._layers.items()
-            for name, one in layer.named_parameters()
-            if not one.stop_gradient
-        ]
-
-    def _tensors(self) -> dict[str, paddle.Tensor]:
+    def _named(self, kind: str) -> dict[str, paddle.Tensor]:
+        """What ``named_parameters`` or ``named_buffers`` give of the dygraph models."""
         return {
             f"{prefix}{name}": one
             for prefix, layer in self._layers.items()
-            for name, one in (*layer.named_parameters(), *layer.named_buffers())
+            for name, one in getattr(layer, kind)()
         }
 
     @contextlib.contextmanager
     def _lent(self, values: Mapping[str, NDArray[Any]]) -> Iterator[None]:
         """Inside, the tensors of `model` have the Program's numbers."""
-        tensors = {name: one for name, one in self._tensors().items() if name in values}
+        every = self._named("named_parameters") | self._named("named_buffers")
+        tensors = {name: one for name, one in every.items() if name in values}
         own = {name: np.array(one.numpy()) for name, one in tensors.items()}
         try:
             _set(tensors, values)

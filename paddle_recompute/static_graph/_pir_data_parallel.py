@@ -13,7 +13,6 @@ import paddle
 
 from paddle_recompute._paddle.static import pir, pir_exchange
 from paddle_recompute._paddle.static.pir import Value
-from paddle_recompute.errors import StaticGraphError
 
 ParamsGrads = list[tuple[Value, Value]]
 
@@ -28,18 +27,9 @@ def mean_over_ranks(params_grads: ParamsGrads, *, num_ranks: int, bucket_bytes: 
 
     Returns:
         Parameter and mean gradient. Memory: a copy of one buffer during its exchange.
-
-    Raises:
-        StaticGraphError: A gradient is sparse.
     """
     if num_ranks == 1:
         return params_grads
-    for parameter, gradient in params_grads:
-        if not pir.is_dense(gradient):
-            raise StaticGraphError(
-                f"the gradient of '{parameter.name}' is sparse, and only dense gradients can be "
-                "exchanged; create its embedding with sparse=False"
-            )
     reduced = _exchanged(
         [gradient for _, gradient in params_grads],
         lambda flat: pir_exchange.mean_over_ranks(flat, num_ranks),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ class TextEncoder(paddle.nn.Layer):
 class Towers(paddle.nn.Layer):
     """Two encoders; the second one may be frozen."""
 
-    def __init__(self, *, frozen: bool) -> None:
+    def __init__(self, *, frozen: bool = False) -> None:
         super().__init__()
         self.query, self.positive = Encoder(), Encoder()
         self.layers = self.query.layers  # what the configuration recomputes
@@ -156,73 +156,47 @@ def compared(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("learned", [False, True])
-def test_every_bit_is_that_of_dygraph(recompute: bool, learned: bool) -> None:
+def test_every_bit_is_that_of_dygraph(recompute: bool) -> None:
     """Dropout is on: another mask in the second forward would be another gradient."""
     ours = compared(
         config_of("train.clip_grad_norm=0.5", recompute=recompute),
         Encoder,
-        options={"learnable_temperature": learned},
+        options={"learnable_temperature": recompute},
     )
     if recompute:
         assert all(one.num_recomputed for one in ours.explain().segments)
 
 
-def test_micro_batches_add_up() -> None:
-    compared(
-        config_of(*MERGE_TWO),
-        Encoder,
-        batches=lambda step: [vectors(2 * step), vectors(2 * step + 1)],
-    )
+TOWERS = {
+    "encoders": lambda model: (model.query, model.positive),
+    "encode": (
+        lambda model, inputs: model.query(inputs),
+        lambda model, inputs: model.positive(inputs),
+    ),
+}
+TEXT = InputSpec([-1, -1], "int64")
+COMPARED: dict[str, dict[str, Any]] = {
+    "micro-batches": {"batches": lambda step: [vectors(2 * step), vectors(2 * step + 1)]},
+    "chunks of tokens": {
+        "make": TextEncoder,
+        "batches": lambda step: [texts(step)],
+        "chunk_size": None,
+        "chunk_tokens": 3 * LENGTH,  # each chunk is cut to its longest text
+        "input_spec": (TEXT, TEXT),
+    },
+    "two towers": {"make": Towers, **TOWERS},
+    "a frozen tower": {"make": lambda: Towers(frozen=True), **TOWERS},
+    "a loss in tiles": {"options": {"tile": 3, "learnable_temperature": True}},
+    "statistics": {"make": lambda: Encoder(statistics=True), "chunk_size": 4},
+    # Another size of the batch needs no other Program.
+    "fewer pairs": {"batches": lambda step: [vectors(step, rows=PAIRS - step)]},
+}
 
 
-@pytest.mark.parametrize("tokens", [LENGTH, 3 * LENGTH])
-def test_chunks_of_tokens_are_cut_to_their_longest_text(tokens: int) -> None:
-    compared(
-        config_of(),
-        TextEncoder,
-        batches=lambda step: [texts(step)],
-        chunk_size=None,
-        chunk_tokens=tokens,
-        input_spec=(InputSpec([-1, -1], "int64"), InputSpec([-1, -1], "int64")),
-    )
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_two_towers_and_more_negatives(frozen: bool) -> None:
-    compared(
-        config_of(),
-        lambda: Towers(frozen=frozen),
-        encoders=lambda model: (model.query, model.positive),
-        encode=(
-            lambda model, inputs: model.query(inputs),
-            lambda model, inputs: model.positive(inputs),
-        ),
-    )
-
-
-def test_a_loss_in_tiles() -> None:
-    compared(
-        config_of(recompute=False),
-        Encoder,
-        options={"tile": 3, "learnable_temperature": True},
-    )
-
-
-def test_statistics_are_updated_once_per_chunk() -> None:
-    compared(
-        config_of(),
-        lambda: Encoder(statistics=True),
-        chunk_size=4,
-    )
-
-
-def test_a_batch_of_another_size_needs_no_other_program() -> None:
-    compared(
-        config_of(),
-        Encoder,
-        batches=lambda step: [vectors(step, rows=PAIRS - step)],
-    )
+@pytest.mark.parametrize("name", COMPARED)
+def test_every_bit_is_that_of_dygraph_with(name: str) -> None:
+    config = config_of(*(MERGE_TWO if name == "micro-batches" else []))
+    compared(config, **{"make": Encoder, **COMPARED[name]})
 
 
 def on_ranks() -> list[list[float]]:
@@ -236,8 +210,7 @@ def on_ranks() -> list[list[float]]:
             batches=lambda step, rows=rows: [vectors(10 * step + rank, rows=rows)],
             options={"learnable_temperature": True},
         )
-        trained = ours.state_dict()["model"].values()
-        found.append([float(np.abs(one).sum()) for one in trained])
+        found.append([float(np.abs(one).sum()) for one in ours.state_dict()["model"].values()])
     return found
 
 
@@ -255,13 +228,7 @@ def test_bfloat16_is_near_float32_and_recompute_changes_no_bit_of_it(
     monkeypatch.setattr(_repetition, "REPETITION_TOLERANCE", 0.0)
 
     def numbers(*overrides: str, recompute: bool = False) -> list[float]:
-        def model() -> Encoder:
-            paddle.seed(5)
-            return Encoder(0.0)
-
-        config = config_of(*overrides, recompute=recompute)
-        cache = ProgramCache(loss_of(), chunk_size=CHUNK)
-        step = StaticTrainStep(config, model, grad_cache=cache)
+        step = step_of(overrides, recompute=recompute)
         results = [step([vectors(one)]) for one in range(STEPS)]
         return [number for one in results for number in (one.loss, one.grad_norm)]
 
@@ -305,13 +272,19 @@ def test_memory_is_that_of_a_chunk() -> None:
 # ---------------------------------------------------------------------------------- faults
 
 
-def step_of(dropout: float = 0.0, **options: Any) -> StaticTrainStep:
+def step_of(
+    overrides: Sequence[str] = (),
+    *,
+    recompute: bool = False,
+    dropout: float = 0.0,
+    loss: paddle.nn.Layer | None = None,
+) -> StaticTrainStep:
     def model() -> Encoder:
         paddle.seed(5)
         return Encoder(dropout)
 
-    cache = ProgramCache(loss_of(**options), chunk_size=CHUNK)
-    return StaticTrainStep(config_of(recompute=False), model, grad_cache=cache)
+    cache = ProgramCache(loss or loss_of(), chunk_size=CHUNK)
+    return StaticTrainStep(config_of(*overrides, recompute=recompute), model, grad_cache=cache)
 
 
 def test_a_step_that_fails_leaves_neither_update_nor_gradient() -> None:
@@ -330,7 +303,7 @@ def test_a_step_that_fails_leaves_neither_update_nor_gradient() -> None:
 def test_masks_that_are_not_replayed_are_an_error_and_no_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step = step_of(0.5)
+    step = step_of(dropout=0.5)
     step([vectors(0)])
     before = step.state_dict()
     monkeypatch.setattr(RngState, "restore", lambda self: None)
@@ -352,13 +325,10 @@ def test_the_caller_may_be_in_static_mode() -> None:
 
 
 def test_a_resumed_run_continues_to_the_bit() -> None:
-    whole = step_of(learnable_temperature=True)
+    whole, resumed = (step_of(loss=loss_of(learnable_temperature=True)) for _ in range(2))
     whole([vectors(0)])
-    state = whole.state_dict()
-    expected = whole([vectors(1)])
-    resumed = step_of(learnable_temperature=True)
-    resumed.set_state_dict(state)
-    got = resumed([vectors(1)])
+    resumed.set_state_dict(whole.state_dict())
+    expected, got = whole([vectors(1)]), resumed([vectors(1)])
     assert (got.loss, got.grad_norm) == (expected.loss, expected.grad_norm)
     for section, value in resumed.state_dict().items():
         assert_same(value, whole.state_dict()[section])
@@ -367,20 +337,17 @@ def test_a_resumed_run_continues_to_the_bit() -> None:
 class Shifted(ContrastiveLoss):
     """A loss with a parameter of its own that is no temperature."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.shift = self.create_parameter(
-            [1], default_initializer=paddle.nn.initializer.Constant(0.5)
-        )
+    def __init__(self) -> None:
+        super().__init__(temperature=0.1, normalize=True)
+        half = paddle.nn.initializer.Constant(0.5)
+        self.shift = self.create_parameter([1], default_initializer=half)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return super().forward(*inputs, **options) + (self.shift**2).sum()
 
 
 def test_parameters_of_the_loss_are_not_decayed() -> None:
-    loss = Shifted(temperature=0.1, normalize=True)
-    config = config_of("train.weight_decay=0.5", "train.learning_rate=0.01", recompute=False)
-    step = StaticTrainStep(config, Encoder, grad_cache=ProgramCache(loss, chunk_size=CHUNK))
+    step = step_of(["train.weight_decay=0.5", "train.learning_rate=0.01"], loss=Shifted())
     step([vectors(0)])
     shift = float(step.state_dict()["model"]["loss/shift"].item())
     assert abs(shift - (0.5 - 0.01)) < 1e-6  # Adam's first step alone
@@ -388,8 +355,7 @@ def test_parameters_of_the_loss_are_not_decayed() -> None:
 
 def test_parameters_of_the_loss_that_are_frozen_later_are_refused() -> None:
     loss = loss_of(learnable_temperature=True)
-    cache = ProgramCache(loss, chunk_size=CHUNK)
-    step = StaticTrainStep(config_of(recompute=False), Encoder, grad_cache=cache)
+    step = step_of(loss=loss)
     step([vectors(0)])
     loss.logit_scale.stop_gradient = True
     with pytest.raises(StaticGraphError, match="of the loss were frozen or unfrozen"):
@@ -397,17 +363,10 @@ def test_parameters_of_the_loss_that_are_frozen_later_are_refused() -> None:
 
 
 def test_parameters_of_a_sublayer_of_the_loss_are_refused() -> None:
-    class Wrapped(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = loss_of(learnable_temperature=True)
-
-        def forward(self, *inputs: Any) -> Any:
-            return self.inner(*inputs)
-
-    cache = ProgramCache(Wrapped(), chunk_size=CHUNK)
+    loss = paddle.nn.Layer()
+    loss.inner = loss_of(learnable_temperature=True)
     with pytest.raises(ConfigError, match=r"'inner\.logit_scale' is a parameter of a sublayer"):
-        StaticTrainStep(config_of(), Encoder, grad_cache=cache)([vectors(0)])
+        step_of(loss=loss)([vectors(0)])
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

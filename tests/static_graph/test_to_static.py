@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +16,48 @@ from paddle_recompute import RecomputeConfig, apply_recompute, recompute
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.static_graph import explain
-from tests.static_graph.models import HIDDEN, IS_26, Block, static_mode
+from tests.static_graph.models import HIDDEN, IS_26, Block, building, needs_old_ir, peak_above_rest
 
+nn = paddle.nn
 only_3 = pytest.mark.skipif(IS_26, reason="Paddle 2.6 keeps every activation there, so it raises")
 TRANSLATORS = [
     pytest.param(True, marks=only_3, id="whole graph"),
     pytest.param(False, id="bytecode"),
 ]
-SELECTIONS: dict[str, dict[str, Any]] = {
-    "all blocks": {"checkpoints": ["blocks.*"]},
-    "every second block": {"checkpoints": ["blocks.*"], "policy": "every_n"},
-    "two joined segments": {"checkpoints": ["blocks.*"], "policy": "segments", "segments": 2},
-    "cheap parts": {"checkpoints": ["blocks.*.activation", "blocks.*.dropout", "blocks.*.norm"]},
-}
+CHEAP = ["blocks.*.activation", "blocks.*.dropout", "blocks.*.norm"]
 
 
-class Model(paddle.nn.Layer):
+class Model(nn.Layer):
     """Blocks with code before and after them, which to_static is to translate."""
 
-    def __init__(self, num_blocks: int = 4) -> None:
+    def __init__(self, calls_recompute: bool = False) -> None:
         super().__init__()
-        self.first = paddle.nn.Linear(HIDDEN, HIDDEN)
-        self.blocks = paddle.nn.LayerList([Block() for _ in range(num_blocks)])
-        self.last = paddle.nn.Linear(HIDDEN, HIDDEN)
-
-    recomputes = False
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.blocks = nn.LayerList([Block() for _ in range(4)])
+        self.last = nn.Linear(HIDDEN, HIDDEN)
+        self.calls_recompute = calls_recompute
 
     def forward(self, x: Any) -> Any:
         x = paddle.tanh(self.first(x)) * 2 + 1
         for block in self.blocks:
-            x = recompute(block, x) if self.recomputes else block(x)
+            x = recompute(block, x) if self.calls_recompute else block(x)
         y = self.last(x)
         return y.square().mean() + 0.1 * paddle.exp(-y).mean()
 
 
-class Calling(Model):
-    """The same with `recompute` called in its forward."""
-
-    recomputes = True
+def wrap(model: nn.Layer, checkpoints: Sequence[str] = ("blocks.*",)) -> None:
+    apply_recompute(model, RecomputeConfig(checkpoints=list(checkpoints)))
 
 
-def train(model: paddle.nn.Layer, step: Callable[[Any], Any]) -> tuple[list[float], list[Any]]:
+def trained(
+    full_graph: bool, checkpoints: Sequence[str] = (), *, calls_recompute: bool = False
+) -> tuple[list[float], list[Any]]:
     """Losses of some steps, and the gradients of all of them."""
+    paddle.seed(5)
+    model = Model(calls_recompute)
+    if checkpoints:
+        wrap(model, checkpoints)
+    step = paddle.jit.to_static(model, full_graph=full_graph)
     optimizer = paddle.optimizer.AdamW(1e-2, parameters=model.parameters())
     random = np.random.RandomState(0)
     losses, gradients = [], []
@@ -72,33 +72,15 @@ def train(model: paddle.nn.Layer, step: Callable[[Any], Any]) -> tuple[list[floa
     return losses, gradients
 
 
-def trained(
-    full_graph: bool, selection: dict[str, Any] | None, make: type[Model] = Model
-) -> tuple[list[float], list[Any]]:
-    paddle.seed(5)
-    model = make()
-    if selection is not None:
-        apply_recompute(model, RecomputeConfig(**selection))
-    return train(model, paddle.jit.to_static(model, full_graph=full_graph))
-
-
 @functools.cache
 def plainly_trained(full_graph: bool) -> tuple[list[float], list[Any]]:
-    return trained(full_graph, None)
+    return trained(full_graph)
 
 
 @pytest.mark.parametrize("full_graph", TRANSLATORS)
-@pytest.mark.parametrize(
-    "selection",
-    [
-        "all blocks",
-        "cheap parts",
-        pytest.param("every second block", marks=pytest.mark.matrix),
-        pytest.param("two joined segments", marks=pytest.mark.matrix),
-    ],
-)
-def test_losses_and_gradients_are_the_plain_ones(full_graph: bool, selection: str) -> None:
-    losses, gradients = trained(full_graph, SELECTIONS[selection])
+@pytest.mark.parametrize("checkpoints", [["blocks.*"], CHEAP], ids=["blocks", "cheap parts"])
+def test_losses_and_gradients_are_the_plain_ones(full_graph: bool, checkpoints: list[str]) -> None:
+    losses, gradients = trained(full_graph, checkpoints)
     plain_losses, plain_gradients = plainly_trained(full_graph)
     assert len(set(losses)) == 4
     # The bytecode translator compiles a plain model whole and a wrapped one in pieces, whose
@@ -111,25 +93,15 @@ def test_losses_and_gradients_are_the_plain_ones(full_graph: bool, selection: st
 
 @pytest.mark.parametrize("full_graph", TRANSLATORS)
 def test_recompute_called_in_the_forward(full_graph: bool) -> None:
-    losses, _ = trained(full_graph, None, Calling)
+    losses, _ = trained(full_graph, calls_recompute=True)
     assert losses == pytest.approx(plainly_trained(full_graph)[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("full_graph", TRANSLATORS)
-def test_memory_falls(full_graph: bool) -> None:
-    assert peak(full_graph, wrap=True) < 0.65 * peak(full_graph, wrap=False)
-
-
-class Wide(paddle.nn.Layer):
+class Wide(nn.Layer):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = paddle.nn.LayerList(
-            [
-                paddle.nn.Sequential(
-                    paddle.nn.Linear(32, 256), paddle.nn.GELU(), paddle.nn.Linear(256, 32)
-                )
-                for _ in range(8)
-            ]
+        self.blocks = nn.LayerList(
+            nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(8)
         )
 
     def forward(self, x: Any) -> Any:
@@ -138,12 +110,12 @@ class Wide(paddle.nn.Layer):
         return x.square().mean()
 
 
-def peak(full_graph: bool, *, wrap: bool) -> int:
+def peak(full_graph: bool, *, wraps: bool) -> int:
     """Largest number of bytes in a forward and backward, above what was there before."""
     gc.collect()
     model = Wide()
-    if wrap:
-        apply_recompute(model, RecomputeConfig(checkpoints=["blocks.*"]))
+    if wraps:
+        wrap(model)
     step = paddle.jit.to_static(model, full_graph=full_graph)
     x = paddle.randn([2048, 32])
     if IS_26:  # its peak is that of the whole process, so what is held after the forward is seen
@@ -152,15 +124,18 @@ def peak(full_graph: bool, *, wrap: bool) -> int:
         held = _memory.current_bytes() - before
         loss.backward()
         return held
-    step(x).backward()
-    peaks = []
-    for _ in range(5):
-        model.clear_gradients()
-        before = _memory.current_bytes()
-        _memory.reset_peak()
+
+    def train() -> None:
         step(x).backward()
-        peaks.append(_memory.peak_bytes() - before)
-    return min(peaks)
+        model.clear_gradients()
+
+    train()
+    return peak_above_rest(train, steps=5)
+
+
+@pytest.mark.parametrize("full_graph", TRANSLATORS)
+def test_memory_falls(full_graph: bool) -> None:
+    assert peak(full_graph, wraps=True) < 0.65 * peak(full_graph, wraps=False)
 
 
 @pytest.mark.parametrize("full_graph", TRANSLATORS)
@@ -170,7 +145,7 @@ def test_evaluation_and_no_grad(full_graph: bool) -> None:
     x = paddle.randn([16, HIDDEN])
     model.eval()
     expected = float(model(x))
-    apply_recompute(model, RecomputeConfig(checkpoints=["blocks.*"]))
+    wrap(model)
     static = paddle.jit.to_static(model, full_graph=full_graph)
     assert float(static(x)) == pytest.approx(expected, rel=1e-6)
     with paddle.no_grad():
@@ -183,7 +158,7 @@ def test_evaluation_and_no_grad(full_graph: bool) -> None:
 @only_3
 def test_a_saved_model_loads(tmp_path: Path) -> None:
     model = Model()
-    apply_recompute(model, RecomputeConfig(checkpoints=["blocks.*"]))
+    wrap(model)
     model.eval()
     x = paddle.randn([16, HIDDEN])
     spec = [paddle.static.InputSpec([None, HIDDEN], "float32")]
@@ -193,51 +168,27 @@ def test_a_saved_model_loads(tmp_path: Path) -> None:
     assert float(loaded(x)) == pytest.approx(float(model(x)), rel=1e-6)
 
 
-@pytest.mark.skipif(not IS_26, reason="Paddle 3.3 recomputes there")
+@needs_old_ir
 def test_whole_graph_on_2_6_raises() -> None:
     with pytest.raises(StaticGraphError, match=r"to_static met recompute\('blocks\.0'\)"):
-        trained(True, SELECTIONS["all blocks"])
+        trained(True, ["blocks.*"])
 
 
 # -------------------------------------------------------------- what marks a Program being built
-
-
-def test_a_wrapped_layer_marks_its_calls() -> None:
-    with static_mode():
-        program = paddle.static.Program()
-        with paddle.static.program_guard(program):
-            model = Model(num_blocks=2)
-            apply_recompute(model, RecomputeConfig(checkpoints=["blocks.*"]))
-            x = paddle.static.data("x", [16, HIDDEN])
-            model(x)
-            model(x)
-        names = [segment.name for segment in explain(program).segments]
-    assert names == ["blocks.0", "blocks.1", "blocks.0#2", "blocks.1#2"]
 
 
 def squash(x: Any) -> Any:
     return paddle.tanh(x)
 
 
-def test_recompute_marks_a_function() -> None:
-    with static_mode():
-        program = paddle.static.Program()
-        with paddle.static.program_guard(program):
-            recompute(squash, paddle.static.data("x", [3, 4]))
-        assert [segment.name for segment in explain(program).segments] == ["squash"]
-
-
-def test_offload_in_a_program_is_refused() -> None:
-    with static_mode(), paddle.static.program_guard(paddle.static.Program()):
+def test_recompute_marks_a_function_and_refuses_what_a_program_cannot_do() -> None:
+    with building() as program:
         x = paddle.static.data("x", [3, 4])
+        recompute(squash, x)
+        assert [segment.name for segment in explain(program).segments] == ["squash"]
         with pytest.raises(ConfigError, match=r"recompute\(squash\): offload works in"):
             recompute(squash, x, offload="host")
         with pytest.raises(ConfigError, match="offload works in dygraph only"):
             recompute(squash, x, offload_indices=[0])
-
-
-def test_a_call_inside_a_branch_is_refused() -> None:
-    with static_mode(), paddle.static.program_guard(paddle.static.Program()):
-        x = paddle.static.data("x", [3, 4])
         with pytest.raises(StaticGraphError, match=r"inside a branch or loop body"):
             paddle.static.nn.cond(x.mean() > 0, lambda: recompute(squash, x), lambda: x)

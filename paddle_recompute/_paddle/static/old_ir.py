@@ -34,6 +34,7 @@ Variable = Any
 
 VARIABLE = framework.Variable
 HAS_FLEET = True
+BATCH_NORM = "batch_norm"
 
 EMPTY = "@EMPTY@"
 """Stands for an output that is not needed (``core.empty_var_name``)."""

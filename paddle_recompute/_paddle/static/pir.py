@@ -40,6 +40,9 @@ Value = Any
 
 VARIABLE = paddle.pir.Value
 HAS_FLEET = False
+BATCH_NORM = "pd_op.batch_norm_"
+SHARE_DATA = "pd_op.share_data_"
+"""Gives a second name to memory, and changes nothing."""
 
 SOURCES = ("builtin.parameter", "builtin.constant", "pd_op.data", "pd_op.feed")
 """Operators that compute nothing: what they return was there before the Program ran."""
@@ -150,7 +153,7 @@ def lost_write(program: paddle.static.Program) -> str:
                     continue
                 if operation.name() == "pd_op.set_value_":
                     return _line_of(operation)
-                if operation.name() != "pd_op.share_data_":  # it writes nothing
+                if operation.name() != SHARE_DATA:
                     written[key(before)] = operation
     return ""
 

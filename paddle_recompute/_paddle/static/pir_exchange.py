@@ -1,7 +1,7 @@
 """What data-parallel ranks exchange in PIR (Paddle 3.3): collectives, buffers, first values.
 
 Private to Paddle are ``_C_ops.all_reduce``, ``_C_ops.broadcast`` and ``remove_op`` of a block. Can
-go when fleet's ``minimize`` works on PIR. ``tests/static_graph/test_pir_ranks.py`` holds what they
+go when fleet's ``minimize`` works on PIR. ``tests/static_graph/test_ranks.py`` holds what they
 give.
 """
 

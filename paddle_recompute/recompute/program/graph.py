@@ -9,12 +9,13 @@ from __future__ import annotations
 import abc
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable
+from types import ModuleType
 from typing import Any
 
 import paddle
 
 from paddle_recompute._paddle.static.attributes import SCOPE
-from paddle_recompute.recompute.program.operators import Operators
+from paddle_recompute.recompute.program import operators as _operators
 
 
 class Graph(abc.ABC):
@@ -30,7 +31,7 @@ class Graph(abc.ABC):
 
     def __init__(
         self,
-        kinds: Operators,
+        native: ModuleType,
         program: paddle.static.Program,
         operators: list[Any],
         forward: list[int],
@@ -39,10 +40,9 @@ class Graph(abc.ABC):
         self.operators = operators
         self.forward = forward
         self.backward = backward
-        self.checkpoints = kinds.native.checkpoints(program)
+        self.checkpoints = native.checkpoints(program)
         self.program = program
-        self._kinds = kinds
-        self._native = kinds.native
+        self._native = native
         self._is_forward = frozenset(forward).__contains__
         self._is_backward = frozenset(backward).__contains__
         self._inputs: list[list[str]] = []
@@ -133,18 +133,18 @@ class Graph(abc.ABC):
 
     def why_kept(self, position: int) -> str | None:
         """Why the operator's outputs must be kept, in words; None if it may run twice."""
-        return self._kinds.why_kept(self.operators[position])
+        return _operators.why_kept(self._native, self.operators[position])
 
     def mask(self, position: int) -> str | None:
         """The mask of the dropout at `position`; None: no dropout, or a dropout without a mask."""
         operator = self.operators[position]
-        has_mask = self._kinds.is_replayed_from_mask(operator)
+        has_mask = _operators.is_replayed_from_mask(self._native, operator)
         return self._native.mask_of(operator) if has_mask else None
 
     def running_statistics(self, position: int) -> list[str]:
         """What a BatchNorm that takes the statistics of its batch only writes to; else nothing."""
         operator = self.operators[position]
-        writes = self._kinds.updates_statistics(operator)
+        writes = _operators.updates_statistics(self._native, operator)
         return self._native.statistics_of(operator) if writes else []
 
     def why_output_kept(self, name: str, position: int, kept: Container[str]) -> str | None:

@@ -14,7 +14,6 @@ from paddle_recompute._paddle.static import old_ir
 from paddle_recompute._paddle.static.attributes import SCOPE
 from paddle_recompute._paddle.static.old_ir import Operator, Variable
 from paddle_recompute.recompute.program import graph
-from paddle_recompute.recompute.program.old_ir.operators import OPERATORS
 
 
 class OldIrGraph(graph.Graph):
@@ -31,7 +30,7 @@ class OldIrGraph(graph.Graph):
         ops = old_ir.operations(program)
         earlier = {id(operator) for operator in before or ()}
         super().__init__(
-            OPERATORS,
+            old_ir,
             program,
             ops,
             [p for p, one in enumerate(ops) if old_ir.is_forward(one)],
@@ -41,7 +40,7 @@ class OldIrGraph(graph.Graph):
         for operator in ops:
             inputs, outputs = old_ir.inputs_of(operator), old_ir.outputs_of(operator)
             inner_read, inner_written = old_ir.named_in_bodies(operator)
-            if operator.type in _SHARE_MEMORY:
+            if operator.type == "share_data":
                 members = [
                     one for name in (*inputs, *outputs) for one in self._sharing.get(name, [name])
                 ]
@@ -109,5 +108,4 @@ class OldIrGraph(graph.Graph):
         return len(written) > (0 if old_ir.is_persistable(self.value(name)) else 1)
 
 
-_SHARE_MEMORY = ("share_data", "view_shape", "view_dtype")
 _CONSTANTS = ("fill_constant", "assign_value", "full_int_array")

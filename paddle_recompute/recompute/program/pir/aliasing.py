@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from paddle_recompute._paddle.static import pir
 from paddle_recompute._paddle.static.pir import Operation, Value
-from paddle_recompute.recompute.program.pir.operators import may_share_memory, only_shares_memory
+from paddle_recompute.recompute.program.operators import UNKNOWN, why_kept
 
 
 class Memory:
@@ -40,9 +40,9 @@ class Memory:
     def _add(self, operation: Operation) -> None:
         for operand, result in pir.in_place(operation):
             group = self._joined(operand, result)
-            if not only_shares_memory(operation):
+            if operation.name() != pir.SHARE_DATA:
                 self._written.add(group)
-        if may_share_memory(operation):
+        if why_kept(pir, operation) == UNKNOWN:  # it may do so without PIR stating it
             for operand in pir.operands_of(operation):
                 self._joined(operand, *pir.results_of(operation))
 

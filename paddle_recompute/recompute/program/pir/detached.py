@@ -17,7 +17,6 @@ import paddle
 from paddle_recompute._paddle.static import pir
 from paddle_recompute._paddle.static.pir import Operation
 from paddle_recompute.recompute.program.pir.aliasing import Memory
-from paddle_recompute.recompute.program.pir.operators import only_shares_memory
 
 
 def copy_detached(program: paddle.static.Program) -> None:
@@ -31,7 +30,7 @@ def copy_detached(program: paddle.static.Program) -> None:
     with pir.editing(program):
         for operation in operations:
             for inner in pir.with_bodies(operation):
-                if only_shares_memory(inner) and not _has_memory_of_its_own(inner, memory):
+                if inner.name() == pir.SHARE_DATA and not _has_memory_of_its_own(inner, memory):
                     pir.copy_operand(inner, inner.operand_source(0))
 
 

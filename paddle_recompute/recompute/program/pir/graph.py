@@ -12,7 +12,6 @@ from paddle_recompute._paddle.static import pir
 from paddle_recompute._paddle.static.pir import Operation, Value
 from paddle_recompute.recompute.program import graph
 from paddle_recompute.recompute.program.pir.aliasing import Memory
-from paddle_recompute.recompute.program.pir.operators import OPERATORS, is_part_of_a_list
 
 FIRST_BACKWARD = "recompute_first_backward"
 """Attribute of the first backward operator, if the pass was applied."""
@@ -38,7 +37,7 @@ class PirGraph(graph.Graph):
         end = _end_of_forward(operations, before)
         computing = [p for p, one in enumerate(operations) if one.name() not in pir.SOURCES]
         super().__init__(
-            OPERATORS,
+            pir,
             program,
             operations,
             [position for position in computing if position < end],
@@ -81,7 +80,7 @@ class PirGraph(graph.Graph):
             return "it is small, and the main result of its operator is kept"
         if self.memory.is_shared(self.value(name)):
             return "another variable may share its memory"
-        is_part = is_part_of_a_list(self.operators[position])
+        is_part = self.kind(position) in ("builtin.split", "builtin.slice")
         if is_part and any(one in kept for one in self.inputs(position)):
             return "it is part of a list that is kept"
         return None
