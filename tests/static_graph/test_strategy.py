@@ -60,7 +60,7 @@ BY_THE_OPTIMIZER = {
     *("lars", "lars_configs.lars_coeff", "lars_configs.lars_weight_decay"),
     *("lars_configs.epsilon", "lars_configs.exclude_from_weight_decay"),
 }
-"""The run makes that optimizer itself (tests/app/trainer/test_lamb_lars.py), in both modes."""
+"""The run makes that optimizer itself (tests/app/trainer/test_same_training.py), in both modes."""
 SHARDED = {"sharding", "sharding_configs.stage"}
 """A Program owns its parameters, so the configuration refuses these in mode static."""
 

@@ -8,18 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paddle
 import pytest
 
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.report import read_metrics
-from paddle_recompute.app.trainer import Trainer, objective
-from paddle_recompute.contrastive import ContrastiveLoss
+from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.errors import CheckpointError, ConfigError
-from tests.app.trainer.test_trainer import (
-    tiny,
-    weights_of,
-)
+from tests.app.trainer.test_trainer import tiny, weights_of
 from tests.distributed.mortal_ranks import results_of
 
 LEARNED = {"contrastive__learnable_temperature": True}
@@ -42,56 +37,9 @@ def test_the_temperature_is_trained_without_weight_decay(folder: Path) -> None:
     assert not any("logit_scale" in name for name in ones)  # it is no part of the model
 
 
-def test_learnable_temperature_must_stay_what_it_was(folder: Path) -> None:
-    settings = {"train__max_steps": 1, "train__eval_before": False}
-    Trainer(tiny(folder, **settings)).run()
+def test_learnable_temperature_must_stay_what_it_was(finished: Path) -> None:
     with pytest.raises(CheckpointError, match=r"contrastive\.learnable_temperature: false, and"):
-        Trainer(tiny(folder, **settings, **LEARNED, train__resume=True)).run()
-
-
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_positives_of_equal_texts_are_masked(
-    folder: Path, chunk_size: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = (folder / "pairs.tsv").read_text(encoding="utf-8").splitlines()
-    words = [line.split("\t")[0] for line in lines]
-    pairs = [f"{word}\t{'k l m' if i % 3 else 'n o p'}" for i, word in enumerate(words)]
-    (folder / "pairs.tsv").write_text("\n".join(pairs) + "\n", encoding="utf-8")
-    (folder / "valid.tsv").write_text("a b c\tk l m\n", encoding="utf-8")
-    seen: list[dict[str, Any]] = []
-    forward = ContrastiveLoss.forward
-
-    def noted(self: Any, query: Any, positive: Any, **named: Any) -> paddle.Tensor:
-        seen.append(named)
-        return forward(self, query, positive, **named)
-
-    monkeypatch.setattr(ContrastiveLoss, "forward", noted)
-    batches: list[Any] = []
-    step = objective.TrainStep.__call__
-
-    def noting(self: Any, micro_batches: Any) -> Any:
-        batches.extend(micro_batches)
-        return step(self, micro_batches)
-
-    monkeypatch.setattr(objective.TrainStep, "__call__", noting)
-    Trainer(
-        tiny(
-            folder,
-            contrastive__mask_false_negatives=True,
-            contrastive__chunk_size=chunk_size,
-            data__valid_file=str(folder / "valid.tsv"),
-            data__valid_pairs=2000,
-            data__pool_size=2,
-            train__max_steps=3,
-            train__eval_before=False,
-        )
-    ).run()
-    assert len(seen) == len(batches) == 3
-    for named, batch in zip(seen, batches, strict=True):
-        ids = named["positive_ids"].tolist()
-        texts = [tuple(row) for row in batch["positive"].tolist()]
-        assert len(set(ids)) == len(set(texts)) == 2
-        assert len(set(zip(ids, texts, strict=True))) == 2  # equal numbers, equal texts
+        Trainer(tiny(finished, train__max_steps=3, train__resume=True, **LEARNED)).run()
 
 
 # --------------------------------------------------------------------------------- the budget
