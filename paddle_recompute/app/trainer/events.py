@@ -43,7 +43,7 @@ class Events(Callback):
         self._journal = Journal(config.train.output_dir / EVENTS if self._is_main else None)
         self.note, self.open = self._journal.note, self._journal.open
         self._exceeded: RecomputePlan | None = None
-        self._began = float(os.environ.get(STARTED, time.time()))  # the launcher on this machine
+        self._began = float(os.environ.get(STARTED, time.time()))  # when the launcher was called
 
     def say(self, *sentences: str, indent: str = "", **style: Any) -> None:
         """Show the user each sentence on a line of its own, in a style of `click.style`."""

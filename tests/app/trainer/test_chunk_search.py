@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ from paddle_recompute.app.trainer.setup import with_recompute
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.planner import Job
 from tests.app.trainer.test_trainer import tiny
+from tests.distributed.mortal_ranks import results_of
 
 LONGEST = 12  # max_positive_tokens of `tiny`
 PAIRS = 64
@@ -248,3 +251,35 @@ def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_pa
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     measured = measure_step(config, 453, Chunks(tokens=chunks.get("contrastive__chunk_tokens")))
     assert measured * 0.7 < max(step["peak_bytes"] for step in steps) <= measured
+
+
+BUDGET = {
+    "contrastive__global_batch": 16,
+    "contrastive__memory_budget": "340KiB",
+    "train__eval_before": False,
+}
+
+
+def train_within_a_budget(folder: str) -> list[Any]:
+    """A run, and one that resumes it: what they gave and printed."""
+    found = []
+    for steps in (2, 3):
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            config = tiny(Path(folder), **BUDGET, train__max_steps=steps, train__resume="auto")
+            found.append((Trainer(config).run(), shown.getvalue()))
+    return found
+
+
+@needs_peaks_of_steps
+def test_chunks_of_a_run_are_within_the_budget_and_those_of_a_resumed_run(folder: Path) -> None:
+    """In a process of its own: what other tests have left in this one would count too."""
+    (found,) = results_of(train_within_a_budget, 1, folder=str(folder))
+    (record, shown), (again, shown_again) = found
+    tokens = record["chunk_tokens"]
+    assert tokens is not None and record["chunk_size"] is None
+    assert f"each rank encodes {tokens} tokens at a time (contrastive.ch" in shown
+    assert record["peak_bytes"] <= 340 * 1024
+    page = (folder / "run" / "report.html").read_text(encoding="utf-8")
+    assert f"{tokens} tokens encoded at a time" in page
+    assert again["chunk_tokens"] == tokens
+    assert f"{tokens} tokens at a time, as before" in shown_again

@@ -61,6 +61,12 @@ def test_moments_without_a_tensor_are_refused(finished: Path) -> None:
             Trainer(tiny(finished, train__max_steps=3, train__resume=True)).run()
 
 
+def test_learnable_temperature_must_stay_what_it_was(finished: Path) -> None:
+    learned = {"contrastive__learnable_temperature": True}
+    with pytest.raises(CheckpointError, match=r"contrastive\.learnable_temperature: false, and"):
+        Trainer(tiny(finished, train__max_steps=3, train__resume=True, **learned)).run()
+
+
 GOOD_BEST = {"metric": "mrr", "best": 0.3, "best_step": 1, "since": 0}
 BAD_STATES: dict[str, Any] = {
     "model is null": {"config": {"model": None}},

@@ -229,6 +229,20 @@ def test_the_update_of_lamb_and_lars_is_paddles_own(tmp_path: Path, kind: str) -
         assert (one.numpy() == other.numpy()).all()
 
 
+def test_the_temperature_is_trained_without_weight_decay(tmp_path: Path) -> None:
+    """Nor is it clipped apart: with a gradient of next to nothing it stays where it was."""
+    runs = [
+        train(tmp_path, str(decay), "learned temperature", train__weight_decay=decay)
+        for decay in (0.0, 0.5)
+    ]
+    # After the first step only: later ones see other weights.
+    first, other = (temperatures_of(run)[0] for run in runs)
+    assert first == other != 0.05
+    ones, others = map(weights_of, runs)
+    assert any(not np.array_equal(ones[name], others[name]) for name in ones)
+    assert not any("logit_scale" in name for name in ones)  # it is no part of the model
+
+
 def test_no_batch_of_a_run_has_duplicates(tmp_path: Path) -> None:
     write_duplicates(tmp_path / "pairs.tsv")
     config = tiny(tmp_path, **{**held_out(tmp_path), **DISTINCT})
