@@ -39,7 +39,6 @@ EVERY_ON_26 = {
     _TRAINED + "test_a_resumed_run_repeats_the_bits": 3,
     _TRAINED + "test_a_run_is_resumed_in_the_other_mode": 2,
     "tests/app/encoder/test_own.py::test_it_is_trained_evaluated_and_encodes": 2,
-    "tests/app/trainer/test_trainer.py::test_a_finished_run_without_a_record_is_evaluated": 2,
     "tests/offload/test_named.py::test_the_yaml_alone_turns_it_on": 2,
     "tests/offload/test_sequential.py::test_five_steps_give_the_bits_of_the_plain_chain": 2,
     "tests/examples/test_examples.py::test_train_contrastive_finds_what_it_learned": 2,

@@ -58,6 +58,7 @@ ELSEWHERE = {
     # A Program owns its parameters, so the configuration refuses these in mode static.
     *("sharding", "sharding_configs.stage"),
 }
+"""The run makes that optimizer itself (tests/app/trainer/test_same_training.py), in both modes."""
 
 
 def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:

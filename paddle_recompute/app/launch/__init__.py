@@ -3,11 +3,8 @@
 from paddle_recompute.app.launch._colors import styled
 from paddle_recompute.app.launch._rank_process import (
     STARTED,
-    RankError,
     is_launched,
-    leave_error,
     prepare_rank,
-    read_errors,
 )
 from paddle_recompute.app.launch._rank_settings import speed_settings
 from paddle_recompute.app.launch.launcher import (
@@ -23,7 +20,6 @@ from paddle_recompute.app.launch.restarts import errors_in_one_paragraph, launch
 
 __all__ = [
     "STARTED",
-    "RankError",
     "RankFailedError",
     "RankRefusedError",
     "errors_in_one_paragraph",
@@ -31,9 +27,7 @@ __all__ = [
     "is_rank",
     "launch",
     "launch_with_restarts",
-    "leave_error",
     "prepare_rank",
-    "read_errors",
     "require_paddle_and_devices",
     "signals_as_exit",
     "speed_settings",

@@ -180,15 +180,10 @@ def _longest(config: Config) -> int:
 
 
 def _does_not_fit(config: Config, chunks: Chunks) -> str:
+    verb = "lower" if chunks else "set"
     tile = "set contrastive.tile, " if config.contrastive.tile is None else ""
-    if chunks:
-        name = "chunk_tokens" if chunks.size is None else "chunk_size"
-        return (
-            f"a step that encodes {chunks} does not fit into the memory; lower contrastive.{name}, "
-            f"{tile}or lower contrastive.global_batch"
-        )
     return (
-        f"a step with {config.micro_batch} pairs per rank and micro-batch does not fit into the "
-        "memory; set contrastive.chunk_size or chunk_tokens to encode fewer at a time (or "
-        f"memory_budget, which measures how many), {tile}or lower contrastive.global_batch"
+        f"a step that encodes {chunks}, of {config.micro_batch} per rank and micro-batch, does not "
+        f"fit into the memory; {verb} contrastive.chunk_size or chunk_tokens (memory_budget "
+        f"measures what fits), {tile}or lower contrastive.global_batch"
     )

@@ -43,9 +43,7 @@ class Events(Callback):
         self._journal = Journal(config.train.output_dir / EVENTS if self._is_main else None)
         self.note, self.open = self._journal.note, self._journal.open
         self._exceeded: RecomputePlan | None = None
-        self._phases: dict[str, float] = {}
-        if STARTED in os.environ:  # by the launcher on this machine
-            self._phases["start of the ranks"] = float(os.environ[STARTED])
+        self._began = float(os.environ.get(STARTED, time.time()))  # when the launcher was called
 
     def say(self, *sentences: str, indent: str = "", **style: Any) -> None:
         """Show the user each sentence on a line of its own, in a style of `click.style`."""
@@ -53,27 +51,21 @@ class Events(Callback):
             print(styled(indent + text, **style), flush=True)
             self.note("said", text=indent + text)
 
-    def begin(self, phase: str, sentence: str) -> None:
-        """Say what happens now; the phase before ends here.
-
-        Args:
-            phase: For the line with the times of all phases, after the first step.
-            sentence: What happens now.
-        """
-        self._phases[phase] = time.time()
-        self.say(sentence, bold=True)
-
     def on_start(self, run: Run) -> None:
         if run.done < run.total:
             first, every = run.done + 1, run.config.train.log_every
-            self.begin(
-                "first step", f"Training: steps {first:,} to {run.total:,}, figures every {every}"
+            self.say(
+                f"Training: steps {first:,} to {run.total:,}, figures every {every}", bold=True
             )
 
     def after_step(self, run: Run) -> None:
         assert run.result is not None
         if run.step == run.done + 1:
-            self._say_times(run, run.result)
+            self.say(
+                f"Step {run.step:,}: loss {run.result.loss:.4f}, "
+                f"{time.time() - self._began:.1f} s after the start",
+                bold=True,
+            )
         if run.step == min(run.done + DRAWN_STEP, run.total):
             self._note_lanes(run, run.result)
         if run.result.skipped:
@@ -97,18 +89,6 @@ class Events(Callback):
                 "taken memory since the plan was measured. If the device does not have so much, "
                 f"lower the budget by {format_bytes(peak - budget)}"
             )
-
-    def _say_times(self, run: Run, result: StepResult) -> None:
-        times = [*self._phases.values(), time.time()]
-        parts = ", ".join(
-            f"{name} {end - begin:.1f}"
-            for name, begin, end in zip(self._phases, times, times[1:], strict=False)
-        )
-        self.say(
-            f"Step {run.step:,}: loss {result.loss:.4f}, {times[-1] - times[0]:.1f} s after the "
-            f"start ({parts})",
-            bold=True,
-        )
 
     def _note_lanes(self, run: Run, result: StepResult) -> None:
         """What each of the first ranks did in this step: compute, send, wait.

@@ -182,7 +182,7 @@ class Trainer:
                 saved = resumed.state.data or {}
                 check_same_as_before(sources, saved, checkpoint.folder, checkpoint.weights_file)
 
-        self._events.begin("data", "Preparing the data")
+        self._events.say("Preparing the data", bold=True)
         # The cache may have been emptied, and a new vocabulary would be different.
         saved_tokenizer = resumed.checkpoint.tokenizer_file if resumed is not None else None
         data = prepare_data(
@@ -193,7 +193,7 @@ class Trainer:
             f"{len(data.pool)} candidates, {data.tokenizer.vocab_size} words"
         )
         self._events.say(*data.notes, indent="  ")
-        self._events.begin("tokens", "Cutting the training pairs into tokens")
+        self._events.say("Cutting the training pairs into tokens", bold=True)
         loader = build_loader(self.config, data, self._rank)
         self._events.say(*loader.notes(), indent="  ")
         self._events.note("data", **data_figures(data, loader))
@@ -218,7 +218,7 @@ class Trainer:
         self, vocab_size: int, resumed: Resumed | None
     ) -> tuple[Objective, RecomputePlan | None, tuple[int | None, int]]:
         """The loss in its chunks, the plan, and the peaks: without recompute, and as configured."""
-        self._events.begin("memory", "Measuring the memory of a step")
+        self._events.say("Measuring the memory of a step", bold=True)
         probe = MemoryProbe(self.config, vocab_size, say=self._events.say)
         chunks = probe.choose_chunks(chunks_of(resumed, self.config))
         objective = Objective(self.config, chunks)
@@ -236,7 +236,7 @@ class Trainer:
         return objective, plan, (peaks[0], peaks[1])
 
     def _build_model(self, vocab_size: int, plan: RecomputePlan | None) -> paddle.nn.Layer:
-        self._events.begin("model", "Building the model")
+        self._events.say("Building the model", bold=True)
         model = seeded_model(self.config, vocab_size)
         broadcast_from_rank0(model)
         if self.config.world_size > 1 and (names := equal_buffers(model)):
@@ -251,7 +251,7 @@ class Trainer:
             return resumed.state.untrained
         if not self.config.train.eval_before:
             return {}
-        self._events.begin("evaluation", "Evaluating the untrained model")
+        self._events.say("Evaluating the untrained model", bold=True)
         return evaluate("untrained")
 
     def _begin(

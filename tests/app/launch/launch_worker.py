@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -45,10 +44,12 @@ def killed() -> None:
     time.sleep(60)
 
 
-def remove(folder: str) -> None:
-    """End without the folder of the logs."""
-    shutil.rmtree(folder)
-    os._exit(3)
+def remove() -> None:
+    """Rank 1 ends without its log."""
+    if RANK == 1:
+        (Path(os.environ[LOG_DIR]) / "workerlog.1").unlink()
+        os._exit(3)
+    time.sleep(60)
 
 
 def wait(folder: str) -> None:

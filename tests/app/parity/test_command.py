@@ -45,22 +45,20 @@ def run(folder: Path, *arguments: str, **changes: Any) -> Result:
     return CliRunner().invoke(cli.main, ["parity", "--config", str(file), *arguments])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_whole_way(ranks: int, tmp_path: Path) -> None:
-    """With a learned temperature, hard negatives and masked false negatives."""
+def test_the_whole_way(tmp_path: Path) -> None:
+    """Two ranks, with a learned temperature, hard negatives and masked false negatives."""
     changes = {
         "contrastive__hard_negatives": 2,
         "contrastive__fill": "random",
         "contrastive__learnable_temperature": True,
         "contrastive__mask_false_negatives": True,
-        "launch__num_ranks": ranks,
+        "launch__num_ranks": 2,
     }
     result = run(tmp_path, "--steps", "2", "--json", **changes)
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record == json.loads((tmp_path / "run" / "parity.json").read_text())
-    assert record["ok"] is True and record["ranks"] == ranks
-    assert any("There is one rank" in note for note in record["notes"]) == (ranks == 1)
+    assert record["ok"] is True and record["ranks"] == 2
     losses = {name: one["losses"] for name, one in record["runs"].items()}
     assert [*losses] == [*RUNS] and {len(one) for one in losses.values()} == {2}
     assert losses["dygraph plain"] == losses["dygraph recompute"] == losses[FLEET]
@@ -78,6 +76,7 @@ def test_a_model_that_fleets_recompute_refuses_is_compared_without_it(tmp_path: 
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert len(record["runs"]) == 4 and FLEET not in record["runs"]
+    assert any("There is one rank" in note for note in record["notes"])
     [note] = [note for note in record["notes"] if "fleet" in note]
     assert note.startswith("Not compared with Paddle's own recompute and synchronization (fleet): ")
     assert "no argument of embeddings needs a gradient" in note
@@ -108,7 +107,7 @@ def test_a_model_of_ones_own_with_the_gradient_cache_starts_from_the_same_weight
     assert len({*losses}) == 1  # in both modes, bit by bit
 
 
-@pytest.mark.parametrize("spoiled", [None, *RUNS])
+@pytest.mark.parametrize("spoiled", [None, "dygraph recompute"])
 def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
     tmp_path: Path, spoiled: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,20 +141,18 @@ def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"embeddings.word.weight": 1}, {"the loss": [2.5]}, {"the gradient norm": [0.0]}],
+    ("name", "of_other_rank"), [("embeddings.word.weight", 1), ("the loss", [2.5])]
 )
 def test_ranks_that_drift_apart_are_told(
-    other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, of_other_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(config: Config, initial: dict[str, Any], *_: Any) -> Outcome:
         return Outcome([2.0], [3.0], [1e-3], parameters=initial)
 
     monkeypatch.setattr(runs, "_train", train)
-    monkeypatch.setattr(runs, "values_of_ranks", lambda own, what: [own, {**own, **other}])
+    monkeypatch.setattr(runs, "values_of_ranks", lambda own, _: [own, own | {name: of_other_rank}])
     result = run(tmp_path)
     assert result.exit_code == 1, result.output
-    [name] = other
     faults = [line for line in result.stdout.splitlines() if line.startswith("NO PARITY: ")]
     assert faults == [f"NO PARITY: {one}: {name} differs between the ranks" for one in RUNS]
 
@@ -181,14 +178,8 @@ def test_how_closely_runs_must_agree(
     [
         ({"recompute__enable": False}, ["with and without recompute", "recompute.enable=true"]),
         ({"contrastive__memory_budget": "1GiB"}, ["memory_budget", "set contrastive.chunk_tokens"]),
-        ({"recompute__offload": "disk"}, ["a static graph cannot honour", "recompute.offload"]),
         ({"sync__mode": "fused"}, ["a static graph cannot honour", "sync.mode"]),
         ({"strategy__sharding": True}, ["strategy.sharding", "does not go with mode: static"]),
-        ({"strategy__amp": True}, ["strategy.amp_configs.dtype: float16", "no loss scale"]),
-        (
-            {"recompute__offload_parameters": "disk"},
-            ["offload_parameters", "does not go with mode: static"],
-        ),
     ],
 )
 def test_what_a_mode_cannot_honour_is_one_paragraph_and_code_2(
@@ -202,10 +193,3 @@ def test_what_a_mode_cannot_honour_is_one_paragraph_and_code_2(
     assert result.exit_code == 2, result.output
     assert all(word in result.stderr for word in words)
     assert "Traceback" not in result.stderr
-
-
-def test_the_help_says_what_the_reference_is() -> None:
-    result = CliRunner().invoke(cli.main, ["parity", "--help"])
-    words = " ".join(result.output.split())
-    assert 'The run named "fleet" is the reference' in words
-    assert "recompute.engine: fleet" in words and "sync.mode: fleet" in words

@@ -54,24 +54,18 @@ def changed(section: str, name: str, by: float) -> Outcome:
     return found
 
 
-@pytest.mark.parametrize("tolerance", [EXACT, BETWEEN_MODES, BETWEEN_RANKS])
-def test_equal_runs_agree(tolerance: Tolerance) -> None:
-    found = verdict(outcome(), tolerance)
-    assert found.pop("tolerance") == tolerance.name and found.pop("fault") is None
+def test_equal_runs_agree() -> None:
+    found = verdict(outcome(), EXACT)
+    assert found.pop("tolerance") == EXACT.name and found.pop("fault") is None
     assert [*found.values()] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("section", ["gradients", "parameters"])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_parameter_that_differs_is_named(section: str, name: str) -> None:
-    assert fault(changed(section, name, 0.1)).startswith(section.rstrip("s"))
-    assert name in fault(changed(section, name, 0.1))
-
-
-def test_of_several_the_first_is_named() -> None:
-    spoiled = changed("gradients", "third.weight", 0.1)
-    spoiled.gradients["second.bias"][0, 0] += 0.1
-    assert "gradient of second.bias" in fault(spoiled)
+def test_the_first_parameter_that_differs_is_named(section: str) -> None:
+    spoiled = changed(section, "third.weight", 0.1)
+    assert fault(spoiled).startswith(f"{section.rstrip('s')} of third.weight: differs")
+    getattr(spoiled, section)["second.bias"][0, 0] += 0.1
+    assert "second.bias" in fault(spoiled)
 
 
 def test_the_smallest_difference_is_one_too_much_for_exact_and_none_for_the_others() -> None:

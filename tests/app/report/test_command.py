@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from paddle_recompute.app.cli import _process, main
 from paddle_recompute.app.report import _written, append_record
-from tests.app.report.folders import EVENTS, METRICS, RECORD, write_run
+from tests.app.report.folders import EVENTS, METRICS, write_run
 from tests.app.report.pages import Page
 
 
@@ -61,39 +61,22 @@ def test_a_page_does_not_replace_a_configuration(tmp_path: Path) -> None:
 def test_a_run_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run", record=None, metrics=METRICS[:1], events=EVENTS[:5])
     page = folder / "report.html"
-    seen = []
+    seen, written = [], []
 
     def sleep(seconds: float) -> None:
         """The run goes on: nothing new, another step, and at last its end."""
         seen.append(Page(page).text[:60])
-        page.unlink()
-        if len(seen) == 1:
+        written.append(page.stat().st_mtime_ns)
+        if len(seen) == 2:
             append_record(folder / "metrics.jsonl", METRICS[1])
-            return
-        fcntl.flock(lock, fcntl.LOCK_UN)
-
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        monkeypatch.setattr(_written.time, "sleep", sleep)
-        assert report(str(folder), "--follow").exit_code == 0
-    assert ["running · 1 of 39" in seen[0], "running · 2 of 39" in seen[1]] == [True, True]
-    assert "ended before its last step · 2 of 39" in Page(page).text
-    assert RECORD["steps"] == 39
-
-
-def test_a_page_is_not_written_while_nothing_is_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_run(tmp_path / "run", record=None, metrics=METRICS[:1])
-    slept = []
-
-    def sleep(seconds: float) -> None:
-        slept.append((folder / "report.html").stat().st_mtime_ns)
-        if len(slept) == 3:
+        if len(seen) == 3:
             fcntl.flock(lock, fcntl.LOCK_UN)
 
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         monkeypatch.setattr(_written.time, "sleep", sleep)
         assert report(str(folder), "--follow").exit_code == 0
-    assert len(set(slept)) == 1
+    assert ["running · 1 of 39" in one for one in seen] == [True, True, False]
+    assert "running · 2 of 39" in seen[2]
+    assert written[0] == written[1] < written[2]
+    assert "ended before its last step · 2 of 39" in Page(page).text

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paddle_recompute import Trainer, TrainStep
 from paddle_recompute._paddle import memory
-from paddle_recompute.app.trainer import budget_plan, chunk_search, loop
+from paddle_recompute.app.trainer import budget_plan
 from paddle_recompute.app.trainer.budget_plan import make_budget_plan
+from paddle_recompute.app.trainer.events import Events
+from paddle_recompute.app.trainer.memory import plain_peak
 from paddle_recompute.app.trainer.objective import Chunks
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.planner import RecomputePlan, smallest
+from tests.app.trainer.test_same_training import losses_of
 from tests.app.trainer.test_trainer import tiny
-from tests.ranks import ROOT
-
-CONFIG = ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"
 
 pytestmark = pytest.mark.usefixtures("measured")
 needs_peaks = pytest.mark.skipif(
@@ -49,24 +49,16 @@ def run(folder: Path, **changes: Any) -> dict[str, Any]:
         long = [" ".join(f"w{n * k % 61}" for k in range(1, 15)) for n in range(400)]
         words = [f"{n} {text}\tof {n} {text}" for n, text in enumerate(long)]
         pairs.write_text("\n".join(words) + "\n", encoding="utf-8")
-    held = held_by_others()
     changes.setdefault("train__overwrite", not changes.get("train__resume"))
-    return Trainer(tiny(folder, **{**SIZES, **changes})).run() | {"held": held}
+    return Trainer(tiny(folder, **{**SIZES, **changes})).run()
 
 
-def held_by_others() -> int:
-    """Bytes that earlier tests of this process have left, now."""
-    gc.collect()
-    return memory.current_bytes()
+def plan_of(folder: Path) -> RecomputePlan:
+    return RecomputePlan.load(folder / "run" / "plan.json")
 
 
 def budget_of(size: int) -> dict[str, Any]:
     return {"recompute__policy": "budget", "recompute__memory_budget": f"{size}B"}
-
-
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [one["loss"] for one in map(json.loads, lines) if "loss" in one]
 
 
 @needs_peaks
@@ -75,52 +67,37 @@ def test_a_run_stays_within_its_budget(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The budget is between the peaks with all blocks recomputed and with none."""
-    with monkeypatch.context() as patch:
-        if mode == "static":  # an executor frees late on a CPU that others use, too
-            patch.setattr(chunk_search, "measure_step", lambda *_: 1)
-        record = run(tmp_path / "whole", mode=mode, train__measure_plain=mode == "dygraph")
-    if mode == "dygraph":
-        # Beside what earlier tests of this process have left, now.
-        more = held_by_others() - record["held"]
-        low, high = record["peak_bytes"] + more, record["plain_peak_bytes"] + more
-    else:
+    if mode == "static":  # an executor frees late on a CPU that others use, too
         monkeypatch.setattr(budget_plan, "measure_step", lambda *given: given[-1].peak_bytes)
-        config = tiny(tmp_path, mode=mode, **SIZES, **budget_of(2**30))
-        found, high, _ = make_budget_plan(config, 100, Chunks(), say=print)
-        low = smallest(found.costs).peak
+    run(tmp_path / "plain", mode=mode, **budget_of(2**30))
+    plain = plan_of(tmp_path / "plain")
+    low, high = smallest(plain.costs).peak, plain_peak(plain.costs)
+    assert not plain.recomputes and low < high
     budget = low + (high - low) // 2
-    of_plan = run(tmp_path, mode=mode, **budget_of(budget))
-    assert losses(tmp_path) == losses(tmp_path / "whole")  # the same bits, whatever is recomputed
-    plan = RecomputePlan.load(tmp_path / "run" / "plan.json")
-    assert plan.memory_budget == budget
-    assert plan.recomputes
+    record = run(tmp_path / "planned", mode=mode, **budget_of(budget))
+    # The same bits, whatever is recomputed.
+    assert losses_of(tmp_path / "planned" / "run") == losses_of(tmp_path / "plain" / "run")
+    plan = plan_of(tmp_path / "planned")
+    assert plan.memory_budget == budget and plan.recomputes
     assert plan.measured_bytes is not None and plan.measured_bytes <= budget
     if mode == "dygraph":
-        assert low < of_plan["peak_bytes"] <= budget
-        assert plan.measured_bytes == pytest.approx(of_plan["peak_bytes"], rel=0.01)
+        assert record["peak_bytes"] <= budget
+        assert plan.measured_bytes == pytest.approx(record["peak_bytes"], rel=0.01)
 
 
-BUDGET = 2**30
-
-
-@needs_peaks
 @pytest.mark.parametrize(
-    ("mode", "above", "told"),
-    [("dygraph", 1, 1), ("dygraph", 0, 0), ("static", 1, 0)],
-    ids=["above", "at", "a Program, which a CPU frees late"],
+    ("mode", "told"), [("dygraph", 1), ("static", 0)], ids=["eager", "a Program, freed late"]
 )
 def test_a_step_above_the_budget_is_told_once(
-    mode: str,
-    above: int,
-    told: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    mode: str, told: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Something else has taken memory meanwhile."""
-    monkeypatch.setattr(budget_plan, "measure_step", lambda *given: given[-1].peak_bytes)
-    monkeypatch.setattr(loop, "largest_of_ranks", lambda own: BUDGET + above)
-    run(tmp_path, mode=mode, **budget_of(BUDGET), train__max_steps=3)
+    config, budget = tiny(tmp_path, mode=mode), 2**30
+    steps = SimpleNamespace(plan=SimpleNamespace(memory_budget=budget))
+    run: Any = SimpleNamespace(config=config, steps=steps, step=3)
+    events = Events(config, 0)
+    for above in (0, 1, 1):
+        events.on_log(run, {"peak_bytes": budget + above})
     shown = capsys.readouterr().out
     assert shown.count("more than recompute.memory_budget: 1.00 GiB: something beside") == told
 
@@ -132,14 +109,9 @@ def test_the_plan_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
     state = next((tmp_path / "run" / "checkpoint").glob("step-2/state.json"))
     saved = RecomputePlan.from_dict(json.loads(state.read_text())["plan"])
     run(tmp_path, **budget, train__max_steps=4, train__resume=True)
-    assert RecomputePlan.load(tmp_path / "run" / "plan.json") == saved
-
-
-@needs_peaks
-def test_a_plan_that_was_made_while_the_run_went_on_is_kept(tmp_path: Path) -> None:
-    config = tiny(tmp_path, **SIZES, **budget_of(2**30))
-    first, *_ = make_budget_plan(config, 100, Chunks(), say=print)
-    another = first.recalibrated(2**20)
+    assert plan_of(tmp_path) == saved
+    # One that was made while a run went on was not measured.
+    config, another = tiny(tmp_path, **SIZES, **budget), saved.recalibrated(2**20)
     kept, _, peak = make_budget_plan(config, 100, Chunks(), say=print, earlier=another)
     assert kept is another and peak == another.peak_bytes
 
@@ -169,9 +141,8 @@ def test_a_step_that_runs_out_of_memory_is_planned_again(
     monkeypatch.setattr(TrainStep, "__call__", fails_once)
     run(tmp_path / "once", **planned, train__on_oom="replan")
     assert len(calls) == 7
-    assert losses(tmp_path / "once") == losses(tmp_path / "never")  # the same bits
-    plan = RecomputePlan.load(tmp_path / "once" / "run" / "plan.json")
-    assert plan.costs.excess >= int(0.05 * 2**30)
+    assert losses_of(tmp_path / "once" / "run") == losses_of(tmp_path / "never" / "run")
+    assert plan_of(tmp_path / "once").costs.excess >= int(0.05 * 2**30)
     calls.clear()
     with pytest.raises(ConfigError, match=r"ran out of memory.*on_oom: replan"):
         run(tmp_path / "once", **planned)

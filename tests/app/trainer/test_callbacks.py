@@ -1,10 +1,17 @@
-"""Callbacks are told of a run in order, on every rank, and of its end also after an error."""
+"""What is told of a run: to callbacks, in order and on every rank, and in its journal."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
+import paddle.distributed as dist
 import pytest
 
 from paddle_recompute import Trainer
@@ -12,6 +19,7 @@ from paddle_recompute.app.report import read_metrics, read_records
 from paddle_recompute.app.trainer import Callback, Run
 from paddle_recompute.app.trainer.events import DRAWN_STEP
 from paddle_recompute.distributed import values_of_ranks
+from tests.app.report.pages import Page
 from tests.app.trainer.test_trainer import tiny, unmeasured
 from tests.ranks import run_ranks
 
@@ -85,9 +93,13 @@ class Gathering(Callback):
 
 @unmeasured
 def train_and_gather(folder: str) -> Any:
+    """The clock of rank 1 jumps by a day at each look: it is for the journal alone."""
     gathered = Gathering()
     ranks = {"launch__num_ranks": 2, "launch__device": "cpu"}
-    Trainer(tiny(Path(folder), **SETTINGS, **ranks), callbacks=[gathered]).run()
+    true, jumps = time.time, itertools.cycle([0.0, 86400.0, -86400.0])
+    clock = (lambda: true() + next(jumps)) if dist.get_rank() == 1 else true
+    with mock.patch.object(time, "time", clock):
+        Trainer(tiny(Path(folder), **SETTINGS, **ranks), callbacks=[gathered]).run()
     return gathered.losses
 
 
@@ -107,3 +119,72 @@ def test_a_callback_may_use_a_collective_and_the_step_of_each_rank_is_noted_once
         assert lane["buckets"] and all(size > 0 for size, *_ in lane["buckets"])
         for _, *times in lane["buckets"]:
             assert lane["began"] < times[0] <= times[1] <= times[2] <= lane["synchronized"]
+
+
+# ------------------------------------------------------------------------------- the journal
+
+SAVED: dict[str, Any] = {"train__max_steps": 3, "train__save_every": 1}
+
+
+class FailingSave(Callback):
+    def on_save(self, run: Run) -> None:
+        if run.step == 2:
+            raise RuntimeError("planted")
+
+
+@pytest.mark.usefixtures("report")
+def test_a_fault_and_the_start_after_it_are_noted(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="planted"):
+        Trainer(tiny(folder, **SAVED), callbacks=[FailingSave()]).run()
+    Trainer(tiny(folder, **SAVED, train__resume=True)).run()
+    events = read_records(folder / "run/events.jsonl", "time")
+    kinds = [one["event"] for one in events if one["event"] != "said"]
+    first = ["start", "data", "examples", "steps", "end"]
+    assert kinds == [*first, "start", "data", "steps", "examples", "end"]
+    assert [one["why"] for one in events if one["event"] == "end"] == [
+        "RuntimeError: planted",
+        "finished",
+    ]
+    assert [one["done"] for one in events if one["event"] == "steps"] == [0, 2]
+    assert [one["time"] for one in events] == sorted(one["time"] for one in events)
+    text = Page(folder / "run/report.html").text
+    for words in ("What happened: 2 starts", "ended: RuntimeError: planted", "3 of 3 steps"):
+        assert words in text
+
+
+def test_data_and_examples_are_those_of_the_run(finished: Path) -> None:
+    record = json.loads((finished / "run/result.json").read_text())
+    events = {one["event"]: one for one in read_records(finished / "run/events.jsonl", "time")}
+    data, examples = events["data"], events["examples"]
+    assert examples["when"] == "trained" and len(examples["queries"]) == 7  # each third of 20
+    for one in examples["queries"]:
+        scores = [hit["score"] for hit in one["hits"]]
+        assert scores == sorted(scores, reverse=True) and len(scores) == 3
+        assert (one["hits"][0]["text"] == one["answer"]) == (one["rank"] == 1)
+    assert data["valid"] == record["queries"] and data["pool"] == record["pool_size"]
+    for side in data["lengths"].values():
+        counts = np.array(side["counts"])
+        assert counts.sum() == data["train"] and len(counts) == side["longest"] + 1
+        mean = (counts * np.arange(len(counts))).sum() / data["train"]
+        assert side["mean"] == pytest.approx(mean)
+
+
+def test_a_start_that_changes_nothing_leaves_no_trace(finished: Path) -> None:
+    """Its record is kept; a run in its place begins a journal of its own."""
+    file = finished / "run/events.jsonl"
+    before = file.read_bytes()
+    Trainer(tiny(finished, train__max_steps=2, train__resume=True)).run()
+    assert file.read_bytes() == before
+    Trainer(tiny(finished, train__max_steps=1, train__overwrite=True)).run()
+    starts = [one for one in read_records(file, "time") if one["event"] == "start"]
+    assert len(starts) == 1 and starts[0]["config"]["train"]["max_steps"] == 1
+
+
+def test_a_start_says_what_it_does_and_how_long_it_took(finished: Path) -> None:
+    events = read_records(finished / "run/events.jsonl", "time")
+    said = [one["text"] for one in events if one["event"] == "said"]
+    begun = ("Preparing the", "Cutting", "Measuring", "Building", "Training: steps 1 to 2")
+    places = [next(at for at, text in enumerate(said) if text.startswith(one)) for one in begun]
+    assert places == sorted(places)
+    (first,) = (text for text in said if text.startswith("Step 1: loss "))
+    assert re.search(r", \d+\.\d s after the start$", first), first

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from paddle_recompute.app.trainer.setup import with_recompute
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.planner import Job
 from tests.app.trainer.test_trainer import tiny
+from tests.distributed.mortal_ranks import results_of
 
 LONGEST = 12  # max_positive_tokens of `tiny`
 PAIRS = 64
@@ -55,9 +59,7 @@ def found_with(peak_of: Any, budget: int) -> tuple[int | None, list[int]]:
     return (chunks.tokens or 0) // LONGEST, asked
 
 
-@pytest.mark.parametrize(
-    ("budget", "texts"), [(1099, 0), (1100, 1), (1199, 1), (1500, 5), (4700, 37)]
-)
+@pytest.mark.parametrize(("budget", "texts"), [(1099, 0), (1199, 1), (1500, 5), (4700, 37)])
 def test_as_many_texts_as_the_budget_allows(budget: int, texts: int) -> None:
     found, asked = found_with(lambda texts: 1000 + 100 * texts if texts else 10**6, budget)
     assert found is None if texts == 0 else texts * 7 // 8 <= (found or 0) <= texts
@@ -79,36 +81,27 @@ def test_the_search_ends_where_it_must(peak_of: Any, budget: int, texts: int) ->
     assert found_with(peak_of, budget)[0] == texts
 
 
-@pytest.mark.parametrize(
-    ("tile", "words"), [(None, "global_batch, or set contrastive.tile"), (4, "global_batch, or tr")]
-)
-def test_too_small_a_budget(tile: int | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: None)
     monkeypatch.setattr(chunk_search, "measure_step", lambda *_: 1100)
-    message = rf"memory_budget: 1\.0 KiB is too little; a step .* one text .*1\.1 KiB.*{words}"
+    message = r"memory_budget: 1\.0 KiB is too little; .* one text .*1\.1 KiB.*set contrastive.tile"
     with pytest.raises(ConfigError, match=message):
-        probe_of(1024, contrastive__tile=tile).choose_chunks()
+        probe_of(1024).choose_chunks()
 
 
-@needs_peaks_of_steps
-def test_measured_peaks_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_estimates_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(config: Config, vocab_size: int, chunks: Chunks) -> int:
+        return 1000 + 100 * (chunks.tokens // LONGEST if chunks else PAIRS)
+
     monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: None)
+    monkeypatch.setattr(chunk_search, "measure_step", measured)
     said: list[str] = []
-    small = {"contrastive__global_batch": 24}
-    config = config_of(None, **small)
-    least, most = (measure_step(config, 100, chunks) for chunks in (ONE_TEXT, Chunks()))
-    assert least < most
-    budget = (least + most) // 2
-    probe = probe_of(budget, said.append, **small)
+    probe = probe_of(2048, said.append)
     chunks = probe.choose_chunks()
-    assert LONGEST < chunks.tokens < 24 * LONGEST
-    _, peak = probe.measure(chunks)
-    assert least < peak <= budget
-    assert peak > budget * 0.7
-    words = f"each rank encodes {chunks.tokens} tokens at a time (contrastive.chunk_tokens: "
-    assert any("contrastive.memory_budget: " in line and words in line for line in said)
-    assert probe.choose_chunks(Chunks(tokens=24)) == Chunks(tokens=24)
-    assert said[-1].endswith("each rank encodes 24 tokens at a time, as before")
+    assert 9 * LONGEST <= chunks.tokens <= 10 * LONGEST
+    assert f"each rank encodes {chunks.tokens} tokens at a time (contrastive.chunk_" in said[-1]
+    assert probe.choose_chunks(ONE_TEXT) == ONE_TEXT
+    assert said[-1].endswith("each rank encodes 12 tokens at a time, as before")
 
 
 @needs_peaks_of_steps
@@ -141,9 +134,21 @@ def test_chunks_are_found_by_estimates_and_verified_by_a_step(
 
 
 @needs_peaks_of_steps
-@pytest.mark.parametrize("error", [0.0, 0.005, 0.02])
+@pytest.mark.parametrize(
+    ("changes", "error", "found", "steps"),
+    [
+        ({}, 0.005, (2999, 1000), [True]),
+        ({}, 0.02, (3000, 1000), [True, False]),
+        ({"recompute__enable": False}, 0.02, (3000, 3000), [False]),
+    ],
+    ids=["estimated", "measured", "it is the one"],
+)
 def test_the_plain_step_is_run_only_where_the_estimate_of_the_other_is_wrong(
-    error: float, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    error: float,
+    found: tuple[int, int],
+    steps: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def measured(config: Config, *_: Any) -> int:
         runs.append(config.recompute.enable)
@@ -153,10 +158,9 @@ def test_the_plain_step_is_run_only_where_the_estimate_of_the_other_is_wrong(
     estimate = Peaks(2999, int(1000 * (1 + error)))
     monkeypatch.setattr(chunk_search, "measure_step", measured)
     monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: estimate)
-    right = error <= CLOSE_ESTIMATE
-    found = probe_of(None, train__measure_plain=True).measure(Chunks())
-    assert found == (2999 if right else 3000, 1000)
-    assert runs == ([True] if right else [True, False])
+    probe = probe_of(None, train__measure_plain=True, **changes)
+    assert probe.measure(Chunks()) == found
+    assert runs == steps
 
 
 def test_the_plain_step_of_a_run_with_offloaded_parameters_has_none(
@@ -182,14 +186,11 @@ def test_a_block_that_does_not_fit_leaves_the_chunks_to_steps(
     # An estimate reads no weights.
     config = config_of(None, model__init_from="nowhere/model.safetensors")
     assert estimated_peaks(config, 100, Chunks()) is not None
-
-    def runs_out(job: Job, **_: Any) -> None:
-        raise MemoryError("a block takes more than there is")
-
-    monkeypatch.setattr(Job, "measure", runs_out)
+    monkeypatch.setattr(Job, "measure", mock.Mock(side_effect=MemoryError))
     assert estimated_peaks(config, 100, Chunks()) is None
 
 
+@pytest.mark.matrix
 @needs_peaks_of_steps
 def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of any one length, in chunks of the same tokens."""
@@ -214,18 +215,14 @@ def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "64 pairs per rank and micro-batch does not fit .*chunk_size or chunk_tokens to enc"),
-        ({"contrastive__chunk_size": 8}, "8 pairs at a time does .*lower contrastive.chunk_si"),
-        ({"contrastive__chunk_tokens": 24}, "24 tokens at a time does .*lower contrastive.chunk"),
+        ({}, "all pairs at once, of 64 .*does not fit .*; set contrastive.chunk_size or chunk_tok"),
+        ({"contrastive__chunk_size": 8}, "8 pairs at a time, .*; lower contrastive.chunk_size or"),
     ],
 )
 def test_a_step_that_does_not_fit(
     settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(*arguments: Any) -> int:
-        raise MemoryError
-
-    monkeypatch.setattr(chunk_search, "measure_step", measure)
+    monkeypatch.setattr(chunk_search, "measure_step", mock.Mock(side_effect=MemoryError))
     probe = probe_of(None, **settings)
     with pytest.raises(ConfigError, match=words):
         probe.measure(probe.choose_chunks())
@@ -254,3 +251,35 @@ def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_pa
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     measured = measure_step(config, 453, Chunks(tokens=chunks.get("contrastive__chunk_tokens")))
     assert measured * 0.7 < max(step["peak_bytes"] for step in steps) <= measured
+
+
+BUDGET = {
+    "contrastive__global_batch": 16,
+    "contrastive__memory_budget": "340KiB",
+    "train__eval_before": False,
+}
+
+
+def train_within_a_budget(folder: str) -> list[Any]:
+    """A run, and one that resumes it: what they gave and printed."""
+    found = []
+    for steps in (2, 3):
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            config = tiny(Path(folder), **BUDGET, train__max_steps=steps, train__resume="auto")
+            found.append((Trainer(config).run(), shown.getvalue()))
+    return found
+
+
+@needs_peaks_of_steps
+def test_chunks_of_a_run_are_within_the_budget_and_those_of_a_resumed_run(folder: Path) -> None:
+    """In a process of its own: what other tests have left in this one would count too."""
+    (found,) = results_of(train_within_a_budget, 1, folder=str(folder))
+    (record, shown), (again, shown_again) = found
+    tokens = record["chunk_tokens"]
+    assert tokens is not None and record["chunk_size"] is None
+    assert f"each rank encodes {tokens} tokens at a time (contrastive.ch" in shown
+    assert record["peak_bytes"] <= 340 * 1024
+    page = (folder / "run" / "report.html").read_text(encoding="utf-8")
+    assert f"{tokens} tokens encoded at a time" in page
+    assert again["chunk_tokens"] == tokens
+    assert f"{tokens} tokens at a time, as before" in shown_again

@@ -43,13 +43,6 @@ def fill(place: Path) -> None:
         os.close(descriptor)
 
 
-def test_a_full_disk_at_the_metrics(small_disk: Path) -> None:
-    with pytest.raises(OutputError, match=r"metrics\.jsonl: cannot be written \(No space left"):
-        while True:
-            append_record(small_disk / "metrics.jsonl", {"step": 1, "filler": "x" * 512})
-    assert all(record["step"] == 1 for record in read_metrics(small_disk / "metrics.jsonl"))
-
-
 def test_a_full_disk_at_the_start(folder: Path, small_disk: Path) -> None:
     fill(small_disk)
     with pytest.raises(ConfigError, match=r"train\.output_dir: .*\(No space left on device\)"):
@@ -95,30 +88,24 @@ def test_damaged_metrics(tmp_path: Path, text: str) -> None:
 
 
 def test_weights_with_nan_are_refused_by_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Trainer(tiny(folder, train__max_steps=1)).run()
-
     def measure(*_: Any) -> int:
         raise AssertionError("the memory of a step is measured, which takes minutes")
 
     monkeypatch.setattr(chunk_search, "measure_step", measure)
-    weights = load_file(find_checkpoint(folder / "run" / "checkpoint").weights_file)
+    weights = load_file(find_checkpoint(finished / "run" / "checkpoint").weights_file)
     name = sorted(weights)[3]
     weights[name] = np.full_like(weights[name], np.nan)
-    save_file(weights, folder / "nan.safetensors")
-    with pytest.raises(CheckpointError) as caught:
-        init = {"model__init_from": str(folder / "nan.safetensors"), "train__overwrite": True}
-        Trainer(tiny(folder, **init)).run()
-    assert f"nan.safetensors: {name} holds NaN" in str(caught.value)
-    assert "learning rate" not in str(caught.value)
+    save_file(weights, finished / "nan.safetensors")
+    init = {"model__init_from": str(finished / "nan.safetensors"), "train__overwrite": True}
+    with pytest.raises(CheckpointError, match=rf"nan\.safetensors: {name} holds NaN"):
+        Trainer(tiny(finished, **init)).run()
 
 
 def test_the_probe_does_not_diverge(folder: Path) -> None:
     """It steps with a rate of 0; the run itself names the step."""
+    diverges = {"train__learning_rate": 1e30, "train__warmup_steps": 0}
     with pytest.raises(DivergenceError, match=r"^step \d+: .* The .*finite"):
-        Trainer(
-            tiny(folder, train__learning_rate=1e30, train__warmup_steps=0,
-                 train__clip_grad_norm=None)
-        ).run()  # fmt: skip
+        Trainer(tiny(folder, **diverges, train__clip_grad_norm=None)).run()
     paddle.seed(0)

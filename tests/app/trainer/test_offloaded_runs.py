@@ -1,10 +1,9 @@
-"""Offloaded parameters in the trainer, on two ranks: the bits of the plain run after any kill."""
+"""Offloaded and sharded runs on two ranks: the bits of the plain run, also after any kill."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -13,14 +12,16 @@ from unittest import mock
 
 import paddle.distributed as dist
 import pytest
+import yaml
 
+from paddle_recompute.app.launch import launch
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.offload._chain import Chain
 from paddle_recompute.offload._ranks import OwnedShard
 from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
 from tests.distributed.mortal_ranks import assert_rank_0_names_killed_rank_1
-from tests.ranks import run_ranks
+from tests.ranks import ROOT, run_ranks
 
 RUN: dict[str, Any] = {
     "launch__num_ranks": 2,
@@ -52,9 +53,9 @@ def train(folder: str, name: str, way: str, **changes: Any) -> None:
     Trainer(tiny(Path(folder), **RUN, **output, **WAYS[way], **changes)).run()
 
 
-def train_both(folder: str, way: str) -> None:
-    train(folder, "plain", "plain")
-    train(folder, "whole", way)
+def train_all(folder: str) -> None:
+    for way in WAYS:
+        train(folder, way, way)
 
 
 def train_and_be_killed(folder: str, place: str) -> None:
@@ -87,10 +88,23 @@ def files_open_here() -> list[str]:
     return found
 
 
-def resume_both(folder: str, way: str) -> None:
-    """The run as it was, and as a plain one."""
-    train(folder, "run", way, train__resume=True)
-    train(folder, "as plain", "plain", train__resume=True)
+def resume(folder: str, way: str, as_plain: bool) -> None:
+    """The run as it was, or as a plain one."""
+    train(folder, "run", "plain" if as_plain else way, train__resume=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of each way that nobody has killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_pairs(folder / "pairs.tsv")
+    run_ranks(train_all, 2, folder=str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("way", ["ranks", "disk"])
+def test_an_offloaded_run_has_the_bits_of_the_plain_one(way: str, whole: Path) -> None:
+    assert_same_run(whole / way, whole / "plain")
 
 
 @pytest.mark.parametrize(
@@ -101,20 +115,54 @@ def resume_both(folder: str, way: str) -> None:
         "between two backwards",
     ],
 )
-def test_an_offloaded_run_has_the_bits_of_the_plain_one_and_resumes(
-    place: str, tmp_path: Path
-) -> None:
+def test_a_run_of_which_a_rank_was_killed_resumes(place: str, whole: Path, tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.tsv")
     (tmp_path / "shards").mkdir()
-    of_folder = {"folder": str(tmp_path), "way": PLACES[place][0]}
-    run_ranks(train_both, 2, **of_folder)
-    assert_same_run(tmp_path / "whole", tmp_path / "plain")
+    way = PLACES[place][0]
     assert_rank_0_names_killed_rank_1(train_and_be_killed, folder=str(tmp_path), place=place)
     assert find_checkpoint(tmp_path / "run" / "checkpoint").step == 2
-    if of_folder["way"] == "disk":  # its shards were files there, without a name that could stay
+    if way == "disk":  # its shards were files there, without a name that could stay
         assert f"{tmp_path}/shards/" in (tmp_path / "held").read_text()
     assert os.listdir(tmp_path / "shards") == []
-    shutil.copytree(tmp_path / "run", tmp_path / "as plain")
-    run_ranks(resume_both, 2, **of_folder)
-    for name in ("run", "as plain"):
+    # One goes on as a plain run.
+    run_ranks(resume, 2, folder=str(tmp_path), way=way, as_plain=place == "a shard travels")
+    assert_same_run(tmp_path / "run", whole / "plain")
+
+
+# --------------------------------------------------------------------------- under our launcher
+
+LAUNCHED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stage 1": {"strategy__sharding": True},
+    "stage 3": ON_RANKS,
+}
+TRAIN = """
+import sys
+from paddle_recompute import Trainer, load_config
+from paddle_recompute.app.launch import prepare_rank
+
+prepare_rank()
+for file in sys.argv[1:]:
+    Trainer(load_config(file)).run()
+"""
+
+
+@pytest.mark.timeout(240)
+def test_launched_runs_have_the_bits_of_the_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher gives its ranks settings of its own."""
+    write_pairs(tmp_path / "pairs.tsv")
+    for name in [name for name in os.environ if name.startswith("FLAGS_")]:
+        monkeypatch.delenv(name)  # what a user has set wins over the launcher
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "train.py").write_text(TRAIN)
+    files = []
+    for name, changes in LAUNCHED.items():
+        output = {"train__output_dir": str(tmp_path / name)}
+        config = tiny(tmp_path, **RUN, **changes, **output)
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(yaml.safe_dump(config.to_dict()))
+    launch(config, [str(tmp_path / "train.py"), *map(str, files)])
+    for name in LAUNCHED:
         assert_same_run(tmp_path / name, tmp_path / "plain")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from paddle_recompute.app.trainer.objective import Chunks
 from paddle_recompute.app.trainer.replanning import PlannedSteps
 from paddle_recompute.errors import CheckpointError, OutOfMemoryError, PeerError
 from paddle_recompute.planner import RecomputePlan
+from tests.app.trainer.test_same_training import losses_of
 from tests.app.trainer.test_trainer import tiny
 from tests.distributed.mortal_ranks import results_of
 
@@ -79,11 +79,6 @@ class Limit:
         patch.setattr(PlannedSteps, "__call__", watched)
 
 
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [one["loss"] for one in map(json.loads, lines) if "loss" in one]
-
-
 def run(folder: str, name: str, negatives: str, budget: int, **more: Any) -> dict[str, Any]:
     settings = {**SETTINGS, "contrastive__negatives": negatives, **more}
     settings["train__output_dir"] = str(Path(folder) / name)
@@ -138,28 +133,18 @@ def test_one_rank_with_less_memory_ends_the_run_and_the_next_start_has_another_p
     again = results_of(run_again, folder=str(folder), negatives=negatives, budget=budget)
     assert again[0] == again[1]
     assert again[0]["recomputes"] and again[0]["excess"] >= int(0.05 * budget)
-    assert len(losses(folder / "plain")) == 3
-    assert losses(folder / "short") == losses(folder / "plain")  # the same bits
-
-
-def refused_elsewhere(folder: str) -> list[bool]:
-    """Whether the smaller plan of another model, or of other ranks, is taken."""
-    settings = {**SETTINGS, "recompute__memory_budget": "1GiB", **REPLANS}
-    settings["launch__num_ranks"] = 1
-    base = Path(folder)
-    config = tiny(base, **settings)
-    plan = make_budget_plan(config, 100, Chunks(), say=print)[0]
-    write_smaller_plan(config, plan)
-    taken = []
-    for changes in ({}, {"model__num_layers": 3}, {"contrastive__global_batch": 32}):
-        other = tiny(base, **{**settings, **changes})
-        taken.append(earlier_plan(other, None) is not None)
-    return taken
+    assert len(losses_of(folder / "plain")) == 3
+    assert losses_of(folder / "short") == losses_of(folder / "plain")  # the same bits
 
 
 def test_a_smaller_plan_is_for_its_own_run(folder: Path) -> None:
-    assert refused_elsewhere(str(folder)) == [True, False, False]
-    file = tiny(folder).train.output_dir / "checkpoint" / "plan.json"
+    """It is not taken by another model, or for another batch."""
+    settings = {**SETTINGS, **REPLANS, "recompute__memory_budget": "1GiB", "launch__num_ranks": 1}
+    config = tiny(folder, **settings)
+    file = write_smaller_plan(config, make_budget_plan(config, 100, Chunks(), say=print)[0])
+    for changes in ({}, {"model__num_layers": 3}, {"contrastive__global_batch": 32}):
+        taken = earlier_plan(tiny(folder, **{**settings, **changes}), None)
+        assert (taken is None) == bool(changes)
     file.write_text("{")
     with pytest.raises(CheckpointError, match=r"plan\.json: cannot be read"):
-        earlier_plan(tiny(folder), None)
+        earlier_plan(config, None)

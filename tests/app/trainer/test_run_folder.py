@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
-import re
-import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +16,8 @@ from paddle_recompute.app.launch import RankFailedError, launch_with_restarts, r
 from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Callback, Run, Trainer
 from paddle_recompute.app.trainer.recorder import keep_until
-from paddle_recompute.errors import ConfigError, DataError, LaunchError
+from paddle_recompute.errors import ConfigError, DataError, LaunchError, OutputError
 from tests.app.trainer.test_trainer import tiny
-from tests.ranks import ROOT
 
 SHORT = {"train__max_steps": 2, "train__eval_before": False}
 WAYS = ("train.resume=auto", "name another folder", "train.overwrite=true")
@@ -37,15 +30,14 @@ def contents(folder: Path) -> dict[Path, bytes]:
 # ---------------------------------------------------------------------------- a run that is there
 
 
-def test_a_folder_with_a_run_is_refused_with_three_ways_out(folder: Path) -> None:
-    Trainer(tiny(folder, **SHORT)).run()
-    before = contents(folder / "run")
+def test_a_folder_with_a_run_is_refused_with_three_ways_out(finished: Path) -> None:
+    before = contents(finished / "run")
     with pytest.raises(ConfigError) as caught:
-        Trainer(tiny(folder, **SHORT, train__seed=1)).run()
-    assert f"train.output_dir: {folder / 'run'} holds a run of 2 steps" in str(caught.value)
+        Trainer(tiny(finished, **SHORT, train__seed=1)).run()
+    assert f"train.output_dir: {finished / 'run'} holds a run of 2 steps" in str(caught.value)
     for way in WAYS:
         assert way in str(caught.value)
-    assert contents(folder / "run") == before
+    assert contents(finished / "run") == before
 
 
 def test_a_run_that_saved_nothing_is_there_too(
@@ -80,9 +72,9 @@ class WithoutRecord(Callback):
 
 
 def test_overwrite_removes_the_run_and_nothing_else(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Trainer(tiny(folder, **SHORT, train__save_every=1)).run()
+    folder = finished
     (folder / "run" / "notes.txt").write_text("mine")
     before = contents(folder / "run")
     again = {**SHORT, "train__max_steps": 1, "train__overwrite": True, "train__resume": "auto"}
@@ -101,43 +93,15 @@ def test_overwrite_removes_the_run_and_nothing_else(
 
 # ---------------------------------------------------------------------------- two runs at once
 
-HOLD = """
-import os, sys, time
-from pathlib import Path
-from paddle_recompute import _run_folder
-with _run_folder.hold(Path(sys.argv[1]), print):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.fixture
-def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder / "run")],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    yield process
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-
 
 def test_the_second_of_two_runs_is_refused_until_the_first_is_gone(
-    folder: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_run_folder, "PATIENCE", 0.2)
-    with pytest.raises(ConfigError) as caught:
+    told = rf"{folder / 'run'} .*\(pid {os.getpid()} on {socket.gethostname()}\)"
+    with _run_folder.hold(folder / "run", print), pytest.raises(ConfigError, match=told):
         Trainer(tiny(folder, **SHORT, train__resume="auto")).run()
-    told = str(caught.value)
-    assert re.search(rf"{folder / 'run'} .*\(pid {holder.pid} on {socket.gethostname()}\)", told)
     assert not (folder / "run" / "checkpoint").exists()
-    holder.kill()
     assert Trainer(tiny(folder, **SHORT, train__resume="auto")).run()["steps"] == 2
 
 
@@ -161,23 +125,11 @@ def test_a_lock_that_cannot_be_opened_is_told(folder: Path) -> None:
         Trainer(tiny(folder, **SHORT)).run()
 
 
-@pytest.mark.parametrize(
-    ("settings", "saves", "added"),
-    [
-        ({}, False, ["train.resume=auto", "train.overwrite=false"]),
-        ({}, True, ["train.resume=auto", "train.overwrite=false"]),
-        # What is to be removed, and is not yet, is nothing to go on from.
-        ({"train__overwrite": True}, False, []),
-        ({"train__overwrite": True}, True, ["train.resume=auto", "train.overwrite=false"]),
-    ],
-)
+@pytest.mark.parametrize(("overwrite", "saves"), [(False, False), (True, False), (True, True)])
 def test_ranks_that_are_started_again_go_on_with_their_own_run(
-    settings: dict[str, Any],
-    saves: bool,
-    added: list[str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    overwrite: bool, saves: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What is to be removed, and is not yet, is nothing to go on from."""
     commands = []
 
     def launch(config: Any, command: list[str], **_: Any) -> None:
@@ -189,10 +141,11 @@ def test_ranks_that_are_started_again_go_on_with_their_own_run(
             raise RankFailedError("rank 1 was ended by SIGKILL")
 
     monkeypatch.setattr(restarts, "launch", launch)
-    if settings:
+    if overwrite:
         (folder / "run" / "checkpoint" / "step-1").mkdir(parents=True)
-    launch_with_restarts(tiny(folder, **settings), ["train"], max_restart=1)
-    assert commands == [["train"], ["train", *added]]
+    launch_with_restarts(tiny(folder, train__overwrite=overwrite), ["train"], max_restart=1)
+    goes_on = ["train.resume=auto", "train.overwrite=false"]
+    assert commands == [["train"], ["train", *(goes_on if saves or not overwrite else [])]]
 
 
 def test_a_command_on_a_folder_with_a_run_starts_no_rank(
@@ -211,33 +164,17 @@ def test_a_command_on_a_folder_with_a_run_starts_no_rank(
 # ---------------------------------------------------------------------------- the metrics
 
 
-def dies_at(call: int, act: Callable[[], object]) -> bool:
-    """Whether a process that is killed at its `call`-th call of C code for the file was."""
-    child = os.fork()
-    if not child:
-        left = iter(range(call))
+def test_a_fault_while_the_metrics_are_written_again_loses_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sound = tmp_path / "metrics.jsonl", Path.write_text
+    sound(path, "".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
 
-        def count(frame: Any, event: str, argument: Any) -> None:
-            module = Path(frame.f_code.co_filename).stem
-            of_file = module in ("recorder", "pathlib", "_local")
-            if event == "c_call" and of_file and next(left, None) is None:
-                os._exit(9)
+    def writes_half(file: Path, text: str, **options: Any) -> None:
+        sound(file, text[: len(text) // 2], **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        sys.setprofile(count)
-        act()
-        os._exit(0)
-    return bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-
-def test_a_kill_at_any_moment_of_the_rewrite_loses_no_record(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 3)]
-    call = 0
-    path.write_text("".join(lines))
-    while dies_at(call, lambda: keep_until(2, path)):
-        assert [record["step"] for record in read_metrics(path)][:2] == [1, 2], call
-        path.write_text("".join(lines))
-        call += 1
-    assert call > 5
-    assert [record["step"] for record in read_metrics(path)] == [1, 2]
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    monkeypatch.setattr(Path, "write_text", writes_half)
+    with pytest.raises(OutputError, match="No space left"):
+        keep_until(2, path)
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]

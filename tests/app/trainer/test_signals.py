@@ -17,7 +17,6 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from paddle_recompute import _run_folder
 from paddle_recompute.app import cli
 from paddle_recompute.app.report import append_record
 from paddle_recompute.app.trainer import Callback, Run, Trainer, recorder
@@ -122,11 +121,9 @@ def newest(folder: Path) -> int:
     return max((int(one.name[5:]) for one in (folder / "checkpoint").glob("step-*")), default=0)
 
 
-@pytest.mark.timeout(300)  # starts two ranks three times
-def test_launched_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second command is refused; a killed rank starts again; a signal, and the death of the
-    command, save the step.
-    """
+@pytest.mark.timeout(300)  # starts two ranks twice
+def test_launched_ranks(tmp_path: Path) -> None:
+    """A second command is refused; a killed rank starts again; a signal saves the step."""
     folder = tmp_path / "run"
     settings = {"train__max_steps": ENDLESS, "train__save_every": 4, "train__resume": "auto"}
     config = write_config(tmp_path, "run", **TWO, **settings)
@@ -151,12 +148,4 @@ def test_launched_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "Resuming after step" in again
     assert "Stopped by SIGTERM; the steps so far are saved" in again
     assert "Traceback" not in again
-    saved = find_checkpoint(folder / "checkpoint").step
-    with started(config) as run:
-        wait_for(run, lambda: newest(folder) > saved)
-        saved = newest(folder)
-        run.kill()  # its ranks save their step and end, and hold the folder until then
-        run.communicate(timeout=60)
-    monkeypatch.setattr(_run_folder, "PATIENCE", 60.0)
-    with _run_folder.hold(folder, print):
-        assert find_checkpoint(folder / "checkpoint").step >= saved
+    assert find_checkpoint(folder / "checkpoint").step >= saved + 8

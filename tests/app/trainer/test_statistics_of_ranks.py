@@ -65,7 +65,7 @@ def evaluate_thrice(folder: str, mode: str) -> dict[str, Any]:
     return {"vectors": vectors}
 
 
-@pytest.mark.parametrize("mode", ["dygraph", "static"])
+@pytest.mark.parametrize("mode", [pytest.param("dygraph", marks=pytest.mark.matrix), "static"])
 def test_evaluated_resumed_and_evaluated_again_is_one_number(mode: str, tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.tsv")
     one, other = run_ranks(evaluate_thrice, 2, folder=str(tmp_path), mode=mode)
