@@ -185,6 +185,24 @@ def test_an_update_of_groups_of_parameters_is_a_write() -> None:
     assert [one for one in told if one in parameters] == [*parameters[:2], *parameters[4:]]
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Momentum", "Adam", "AdamW"])
+def test_at_rate_0_with_a_gradient_of_0_parameters_keep_their_bits(kind: str) -> None:
+    layer = paddle.nn.Linear(3, 3)
+    optimizer = getattr(paddle.optimizer, kind)(0.1, parameters=layer.parameters())
+    assert updates.keeps_parameters_at_rate_0(optimizer)
+
+    def step(rate: float, gradient: float) -> list[bytes]:
+        for parameter in layer.parameters():
+            parameter.grad = paddle.full_like(parameter, gradient)
+        with updates.learning_rate_times(optimizer, paddle.to_tensor(rate)):
+            optimizer.step()
+        return [parameter.numpy().tobytes() for parameter in layer.parameters()]
+
+    moved, stood = step(1.0, 0.5), step(0.0, 0.0)
+    assert moved == stood
+    assert step(1.0, 0.0) != stood or kind == "SGD"
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_update_loss_scaling(dtype: str) -> None:
     """Zeros into all tensors where a condition of one element is true; else nothing."""
