@@ -47,7 +47,7 @@ PRIVATE: list[tuple[Any, str]] = [
         core.eager.Tensor,
         "_bump_inplace_version _clear_data _grad_ivar _inplace_version _is_initialized "
         "_register_backward_hook _register_grad_hook _remove_grad_hook _share_buffer_to "
-        "_share_underline_tensor_to _slice" + " _new_shared_tensor" * (not IS_26),
+        "_share_underline_tensor_to _slice _new_shared_tensor",
     ),
     (paddle.ones([1]).get_tensor(), "_set_dims _share_data_with"),
     (paddle, "_C_ops _legacy_C_ops"),
@@ -74,21 +74,25 @@ PRIVATE: list[tuple[Any, str]] = [
         "TCPStore VarDesc XPUPlace create_or_get_global_tcp_store default_cpu_generator "
         "device_memory_stat_current_value device_memory_stat_peak_value eager "
         "eval_frame_skip_file_prefix get_all_op_names host_memory_stat_current_value "
-        "host_memory_stat_peak_value set_eval_frame supports_bfloat16"
-        + " device_memory_stat_reset_peak_value host_memory_stat_reset_peak_value"
-        * (not IS_26),
+        "host_memory_stat_peak_value set_eval_frame supports_bfloat16 "
+        "device_memory_stat_reset_peak_value host_memory_stat_reset_peak_value",
     ),
     (core.eager, "register_saved_tensors_hooks run_backward run_partial_grad"),
     (paddle.distributed.parallel, "_new_process_group_impl"),
     (paddle.distributed.collective, "_set_custom_gid"),
 ]
+NOT_ON_26 = {
+    "_new_shared_tensor",
+    "device_memory_stat_reset_peak_value",
+    "host_memory_stat_reset_peak_value",
+}
 
 
 def test_private_names_are_there() -> None:
-    missing = [
+    missing = {
         name for owner, names in PRIVATE for name in names.split() if not hasattr(owner, name)
-    ]
-    assert not missing
+    }
+    assert missing == (NOT_ON_26 if IS_26 else set())
 
 
 def test_every_private_name_is_in_the_table() -> None:
@@ -131,7 +135,9 @@ def test_memory_is_shared_with_strides_and_offset_by_another_tensor(view: str) -
     shared = saved_tensors.shares_memory(x)
     assert shared is not x and shared.is_leaf
     assert shared.stop_gradient == x.stop_gradient  # PyLayers see it: ctx.saved_tensor()
-    assert shared.data_ptr() == saved_tensors.memory_for_engine(x).data_ptr() == x.data_ptr()
+    assert shared.data_ptr() == x.data_ptr()
+    if saved_tensors.ENGINE_TAKES_MEMORY:
+        assert saved_tensors.memory_for_engine(x).data_ptr() == x.data_ptr()
     assert shared.numpy().tobytes() == x.numpy().tobytes()
     look = saved_tensors.look_of(x)
     assert saved_tensors.look_of(shared) == look
@@ -173,13 +179,13 @@ def test_optimizer_parameter_list(grouped: bool) -> None:
 
 def test_an_update_of_groups_of_parameters_is_a_write() -> None:
     """``Optimizer._create_optimization_pass`` gets a dict of each group, and raises no version."""
-    told: list[int] = []
-    writes.watch_writes(lambda tensor: told.append(id(tensor)))
     linears = [paddle.nn.Linear(2, 2) for _ in range(3)]
     groups = [{"params": linear.parameters()} for linear in linears]
     optimizer = paddle.optimizer.AdamW(0.1, parameters=groups)
     for linear in (linears[0], linears[2]):
         linear(paddle.ones([1, 2])).sum().backward()
+    told: list[int] = []
+    writes.watch_writes(lambda tensor: told.append(id(tensor)))
     optimizer.step()
     parameters = [id(p) for linear in linears for p in linear.parameters()]
     assert [one for one in told if one in parameters] == [*parameters[:2], *parameters[4:]]
