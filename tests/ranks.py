@@ -122,7 +122,7 @@ POOLED = (2, 3)
 
 Three ranks wait 10 s and more until gloo has made a group of them (`distributed.groups`).
 """
-MOST_THREADS = 48
+MOST_THREADS = 96
 """Of a rank that is kept. Each gloo group leaves two threads for good, which wake up 100 times a
 second; with 200 of them a rank that does nothing takes a tenth of a core.
 """
