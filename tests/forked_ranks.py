@@ -164,7 +164,7 @@ def _serve() -> dict[str, Any] | None:
     while True:
         for pid, code in _ended():
             print("ended", number_of.pop(pid), code, flush=True)
-        if not select.select([0], [], [], 0.01)[0]:
+        if not select.select([0], [], [], 0.05)[0]:
             continue
         data = os.read(0, 1 << 16).decode()
         if not data:

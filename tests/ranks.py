@@ -104,16 +104,17 @@ def run_ranks(
         fresh: Whether the ranks are processes of this call alone.
         **arguments: Picklable keyword arguments, the same for every rank.
     """
-    fresh = fresh or num_ranks not in POOLED
-    ranks = _Ranks(num_ranks) if fresh else _pool(num_ranks)
+    ranks = None if fresh else _pool.pop(num_ranks, None)
+    ranks = ranks or _Ranks(num_ranks)
     job = pickle.dumps((worker.__module__, worker.__qualname__, arguments))
     try:
         return ranks.run(job, timeout)
     finally:
-        if fresh or ranks.are_broken:
+        if fresh or num_ranks not in POOLED or not ranks.can_go_on():
             ranks.end()
-        if ranks.are_broken:
-            _pool.cache_clear()
+        else:
+            _pool[num_ranks] = ranks
+            _end_pool_at_exit()
 
 
 def each_on_ranks(*checks: Callable[[], None], num_ranks: int = 2) -> Callable[..., None]:
@@ -135,6 +136,10 @@ POOLED = (2, 3)
 """The numbers of ranks that are kept from one test to the next.
 
 Three ranks wait 10 s and more until gloo has made a group of them (`distributed.groups`).
+"""
+MOST_THREADS = 96
+"""Of a rank that is kept. Each gloo group leaves two threads for good, which wake up 100 times a
+second; with 200 of them a rank that does nothing takes a tenth of a core.
 """
 
 
@@ -201,6 +206,13 @@ class _Ranks:
             time.sleep(0.01)
         return None
 
+    def can_go_on(self) -> bool:
+        """Whether the ranks may do another job."""
+        if self.are_broken:
+            return False
+        num_threads = [len(os.listdir(f"/proc/{one.pid}/task")) for one in self._processes]
+        return max(num_threads) <= MOST_THREADS
+
     def end(self) -> None:
         """Let the ranks end in good order; kill those that do not."""
         for jobs in self._jobs:
@@ -215,11 +227,18 @@ class _Ranks:
         self._folder.cleanup()
 
 
+_pool: dict[int, _Ranks] = {}
+
+
+def _end_pool() -> None:
+    while _pool:
+        _pool.popitem()[1].end()
+
+
 @functools.cache
-def _pool(num_ranks: int) -> _Ranks:
-    ranks = _Ranks(num_ranks)
-    atexit.register(ranks.end)
-    return ranks
+def _end_pool_at_exit() -> None:
+    """To be called when ranks have been started: before the server that forks them ends."""
+    atexit.register(_end_pool)
 
 
 def _serve(folder: Path, rank: int) -> None:

@@ -97,15 +97,14 @@ class _SideStream:
     destroyed, and so does ``Stream.wait_stream``, which makes one.
     """
 
-    def __init__(self, kind: str, number: int) -> None:
-        self.place = _place_of(kind, number)
-        self.stream = paddle.device.Stream(self.place)
+    def __init__(self, device: str) -> None:
+        self.stream = paddle.device.Stream(device)
         self._free: list[Any] = []
 
     @property
     def computing(self) -> Any:
         """The stream that computes."""
-        return paddle.device.current_stream(self.place)
+        return paddle.device.current_stream(self.stream.device)
 
     def recorded(self, stream: Any) -> Any:
         """An event behind all that has been put on `stream`; to be given back to `take_back`."""
@@ -130,7 +129,7 @@ class Arriving:
 
     def __init__(self, copy: paddle.Tensor, place: Any) -> None:
         self._source = copy  # must outlive the copying
-        self._to = to = _side_stream("arriving", *_number_of(place))
+        self._to = to = _side_stream("arriving", _device_of(place))
         # Made for the stream that computes: Paddle (3.3) keeps the freed memory of each stream for
         # that stream alone, so the device would fill up with that of both.
         tensor = paddle.empty(copy.shape, copy.dtype)
@@ -202,24 +201,18 @@ class HostNumbers:
 def _stream_for_numbers() -> tuple[_SideStream, bool]:
     """A stream of the current device, and whether that is a GPU."""
     place = paddle.empty([1]).place
-    return _side_stream("numbers", *_number_of(place)), bool(place.is_gpu_place())
+    return _side_stream("numbers", _device_of(place)), bool(place.is_gpu_place())
 
 
 @functools.cache
-def _side_stream(purpose: str, kind: str, number: int) -> _SideStream:
-    return _SideStream(kind, number)
+def _side_stream(purpose: str, device: str) -> _SideStream:
+    return _SideStream(device)
 
 
-def _number_of(place: Any) -> tuple[str, int]:
+def _device_of(place: Any) -> str:
+    """As in ``gpu:0``: streams refuse ``tensor.place``, a ``core.Place``."""
     if place.is_gpu_place():
-        return "gpu", int(place.gpu_device_id())
+        return f"gpu:{place.gpu_device_id()}"
     if place.is_xpu_place():
-        return "xpu", int(place.xpu_device_id())
-    return str(place.custom_device_type()), int(place.custom_device_id())
-
-
-def _place_of(kind: str, number: int) -> Any:
-    # ``tensor.place`` is a ``core.Place``, which streams refuse.
-    if kind == "gpu":
-        return core.CUDAPlace(number)
-    return core.XPUPlace(number) if kind == "xpu" else core.CustomPlace(kind, number)
+        return f"xpu:{place.xpu_device_id()}"
+    return f"{place.custom_device_type()}:{place.custom_device_id()}"

@@ -9,6 +9,8 @@ for the CPU. Can go when the first is in every supported version and counts the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import paddle
 from paddle.base import core
 
@@ -22,7 +24,7 @@ def current_bytes() -> int:
     Raises:
         DependencyError: This Paddle does not count them on this device.
     """
-    return _bytes("current")
+    return int(_statistic("current"))
 
 
 def peak_bytes() -> int:
@@ -31,7 +33,7 @@ def peak_bytes() -> int:
     Raises:
         DependencyError: This Paddle does not count them on this device.
     """
-    return _bytes("peak")
+    return int(_statistic("peak"))
 
 
 def can_reset_peak() -> bool:
@@ -40,17 +42,12 @@ def can_reset_peak() -> bool:
     Where it does not, a peak can still be measured as the first thing of a process, or by taking
     the smaller of two peaks first.
     """
-    if _on_host():
-        return hasattr(core, "host_memory_stat_reset_peak_value")
-    return is_counted() and hasattr(core, "device_memory_stat_reset_peak_value")
+    return is_counted() and hasattr(core, "host_memory_stat_reset_peak_value")
 
 
 def reset_peak() -> None:
     """Forget the peak so far; only where `can_reset_peak`."""
-    if _on_host():
-        core.host_memory_stat_reset_peak_value("Allocated", 0)
-    else:
-        core.device_memory_stat_reset_peak_value("Allocated", _number())
+    _statistic("reset_peak")
 
 
 def is_counted() -> bool:
@@ -59,7 +56,7 @@ def is_counted() -> bool:
     On 2.6 the counters of devices other than the CPU and GPUs stay at 0.
     """
     device = str(paddle.get_device())
-    return _on_host() or device.startswith("gpu") or paddle_version() >= (3, 0, 0)
+    return device.startswith(("cpu", "gpu")) or paddle_version() >= (3, 0, 0)
 
 
 def format_bytes(count: float) -> str:
@@ -71,22 +68,12 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-def _bytes(kind: str) -> int:
-    if _on_host():
-        return int(getattr(core, f"host_memory_stat_{kind}_value")("Allocated", 0))
+def _statistic(kind: str) -> Any:
+    device, _, number = str(paddle.get_device()).partition(":")
     if not is_counted():
         raise DependencyError(
             f"Paddle {paddle.__version__} does not count the memory of '{paddle.get_device()}'; "
             "Paddle 3 does"
         )
-    read = getattr(core, f"device_memory_stat_{kind}_value")
-    return int(read("Allocated", _number()))
-
-
-def _on_host() -> bool:
-    return str(paddle.get_device()) == "cpu"
-
-
-def _number() -> int:
-    """The number in ``gpu:0``; 0 where there is none."""
-    return int(str(paddle.get_device()).partition(":")[2] or 0)
+    where = "host" if device == "cpu" else "device"
+    return getattr(core, f"{where}_memory_stat_{kind}_value")("Allocated", int(number or 0))

@@ -55,22 +55,14 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
                 written(parameter)
         return result
 
-    def reported(write: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(write)
-        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            result = write(tensor, *args, **kwargs)
-            if isinstance(tensor, paddle.Tensor):
-                written(tensor)
-            return result
+    def reported(write: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
+        """`place` is that of the tensor among the arguments."""
 
-        return call
-
-    def reported_initializer(write: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(write)
-        def call(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            result = write(self, tensor, *args, **kwargs)
-            if isinstance(tensor, paddle.Tensor):
-                written(tensor)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = write(*args, **kwargs)
+            if isinstance(args[place], paddle.Tensor):
+                written(args[place])
             return result
 
         return call
@@ -89,7 +81,7 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
 
     paddle._C_ops.batch_norm = reported_statistics
     initializer = paddle.nn.initializer.Initializer
-    initializer.__call__ = reported_initializer(initializer.__call__)
+    initializer.__call__ = reported(initializer.__call__, place=1)
     paddle.optimizer.Optimizer._create_optimization_pass = reported_update
     for owner, name in _UNCOUNTED_WRITES:
         setattr(owner, name, reported(getattr(owner, name)))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import _batch_size_report as report
 from benchmarks._batch_size_plan import (
-    ARMS,
     BATCHES,
     LADDER,
     SEEDS,
@@ -21,19 +18,15 @@ from benchmarks._batch_size_plan import (
     summarize,
     tune,
 )
-from benchmarks._batch_size_runs import Recipe, Run, batches, schedule
+from benchmarks._batch_size_runs import Run, batches
 from benchmarks._libreoffice import (
     PagePair,
-    clean_interface_text,
-    mine_libreoffice,
     paragraphs,
     read_catalogue,
-    read_mined,
     split_by_page,
 )
 from paddle_recompute.app.data import Pair
 from paddle_recompute.app.data.split import normal_form
-from paddle_recompute.errors import DataError
 
 PAGE = """
 <h1 id="hd_id1">Spell&amp;ing</h1>
@@ -79,41 +72,6 @@ def test_a_catalogue_is_read() -> None:
     assert read_catalogue(catalogue(messages)) == messages
 
 
-def test_what_is_no_catalogue_is_refused() -> None:
-    with pytest.raises(DataError, match=r"not a little-endian \.mo file"):
-        read_catalogue(catalogue({"a": "b"}, order=">"))
-
-
-@pytest.mark.parametrize(
-    ("text", "clean"), [("文件(_F)...", "文件..."), ("_Save  as", "Save as"), ("a_ b", "a_ b")]
-)
-def test_access_keys_are_taken_out(text: str, clean: str) -> None:
-    assert clean_interface_text(text) == clean
-
-
-def test_mined_lines_are_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "mined.tsv"
-    path.write_text("ui/a/b\t是\tyes\n", encoding="utf-8")
-    assert read_mined(path) == [PagePair("ui/a/b", Pair("是", "yes"))]
-
-
-def test_a_machine_without_debian_tools_is_told_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DataError, match="apt-get is not installed"):
-        mine_libreoffice(tmp_path)
-
-
-def test_a_tool_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "apt-get"
-    tool.write_text("#!/bin/sh\necho no network >&2; exit 100\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DataError, match=r"apt-get download libreoffice-\S+ failed: no network"):
-        mine_libreoffice(tmp_path)
-
-
 def test_no_page_and_no_text_is_on_two_sides() -> None:
     found = found_pairs(40, 5)
     # What several pages say, in another case and with a full stop.
@@ -142,19 +100,6 @@ def test_no_page_and_no_text_is_on_two_sides() -> None:
     assert len(set(queries)) == len(queries)
 
 
-def test_the_split_depends_on_the_seed_and_not_on_the_order() -> None:
-    found = found_pairs(30, 4)
-    one = split_by_page(found, held_out=10, seed=1)
-    pages_reversed = [pair for page in range(29, -1, -1) for pair in found[4 * page : 4 * page + 4]]
-    assert split_by_page(pages_reversed, held_out=10, seed=1) == one
-    assert set(split_by_page(found, held_out=10, seed=2).test) != set(one.test)
-
-
-def test_too_few_pairs_are_refused() -> None:
-    with pytest.raises(DataError, match="held_out is 100"):
-        split_by_page(found_pairs(10, 3), held_out=100, seed=0)
-
-
 def test_all_batch_sizes_read_the_same_pairs_in_the_same_order() -> None:
     num_pairs = 150
     small = np.concatenate(list(batches(num_pairs, 16, 32, seed=3)))
@@ -162,32 +107,6 @@ def test_all_batch_sizes_read_the_same_pairs_in_the_same_order() -> None:
     assert np.array_equal(small, large)
     assert sorted(small[:num_pairs]) == list(range(num_pairs))
     assert not np.array_equal(small, np.concatenate(list(batches(num_pairs, 16, 32, seed=4))))
-
-
-@pytest.mark.parametrize("steps", [8, 16, 1024])
-def test_the_learning_rate_rises_to_its_peak_and_falls(steps: int) -> None:
-    rate = schedule(0.1, steps)
-    rates = []
-    for _ in range(steps):
-        rates.append(rate.get_lr())
-        rate.step()
-    peak = int(np.argmax(rates))
-    assert rates[peak] == pytest.approx(0.1)
-    assert peak == max(2, steps // 10)
-    assert rates[0] > 0
-    assert 0 < rates[-1] < 0.1 * 2 / (steps - peak)
-
-
-def test_a_key_contains_every_setting() -> None:
-    run = Run("libreoffice", 64, 8, 1e-3, 0)
-    keys = {
-        run.key(Recipe()),
-        run.key(Recipe(hidden_size=32)),
-        run.key(Recipe(split_seed=1)),
-        Run("libreoffice", 64, 8, 1e-3, 1).key(Recipe()),
-        Run("libreoffice", 64, 8, 1.0000001e-3, 0).key(Recipe()),
-    }
-    assert len(keys) == 5
 
 
 class Done(dict[Run, dict[str, Any]]):
@@ -238,37 +157,3 @@ def test_the_study_ends_with_every_cell_complete_and_runs_nothing_twice() -> Non
     # The largest batch is in both arms with one and the same run.
     of_largest = [run for run in order if run.batch == max(BATCHES)]
     assert len(of_largest) == len(plan.corpora) * (3 + len(SEEDS) - 1)
-
-
-def test_equal_examples_and_equal_steps_are_equal() -> None:
-    plan = Plan(8 * max(BATCHES))
-    runs = {
-        arm: [plan.run("cedict", arm, batch, LADDER[0], 0) for batch in BATCHES] for arm in ARMS
-    }
-    assert {run.batch * run.steps for run in runs["examples"]} == {plan.examples}
-    assert {run.steps for run in runs["steps"]} == {8}
-
-
-def test_a_record_says_what_is_missing_and_a_complete_one_concludes(tmp_path: Path) -> None:
-    plan, done = Plan(8 * max(BATCHES), ("cedict",)), Done(best=LADDER[3])
-    start = {"cedict": {"recall@1": 0.1, "recall@10": 0.2, "mrr": 0.15}}
-    for number in range(1000):
-        text = "\n".join(
-            report.lines(plan, report.summary(plan, done.get), start, {"cedict": "About"})
-        )
-        run = next_run(plan, done.get)
-        if run is None:
-            break
-        assert "Not complete" in text
-        assert "no conclusion yet" in text
-        if number == 0:
-            assert "being tuned" in text
-            assert "0.8000" not in text
-        done.do(run)
-    assert "The study is complete." in text
-    assert "no conclusion yet" not in text
-    assert "0.8100 ± 0.0100" in text
-    assert "The smallest batch, 64, has the highest mean MRR" in text  # they are all alike here
-    assert "the seeds of the two overlap" in text
-    report.draw(plan, report.summary(plan, done.get), start, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000

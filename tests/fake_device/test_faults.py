@@ -145,17 +145,17 @@ def step_within(megabytes: int, run: str) -> str:
     return python("-c", code, env=limit).stdout
 
 
-def test_a_device_that_is_full_raises_paddles_error() -> None:
-    said = step_within(40, "layer(y)")
+@pytest.mark.parametrize(
+    ("megabytes", "refused", "fits"),
+    [(40, "layer(y)", "recompute(layer, y)"),
+     (16, "recompute(layer, y)", "recompute(layer, y, offload='host')")],
+    ids=["recompute", "offload"],
+)  # fmt: skip
+def test_a_step_fits_into_memory_in_which_another_fails(
+    megabytes: int, refused: str, fits: str
+) -> None:
+    """24 blocks take more than 48 MiB, with recompute 24, with offload those of two at a time."""
+    said = step_within(megabytes, refused)
     assert "ResourceExhaustedError" in said and "fake_device" in said
     assert said.strip().endswith("4.0")  # and the device still works
-
-
-def test_recompute_fits_where_the_plain_step_does_not() -> None:
-    """24 blocks keep their inputs, 24 MiB, instead of more than twice as much."""
-    assert step_within(40, "recompute(layer, y)") == "done True\n"
-
-
-def test_offload_to_the_host_fits_where_recompute_does_not() -> None:
-    assert "ResourceExhaustedError" in step_within(16, "recompute(layer, y)")
-    assert step_within(16, "recompute(layer, y, offload='host')") == "done True\n"
+    assert step_within(megabytes, fits) == "done True\n"

@@ -9,19 +9,16 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import unicodedata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_recompute.app.data import HardNegatives, Pair, load_tokenizer, read_judged, read_pairs
+from paddle_recompute.app.data import Pair, read_judged, read_pairs
 from paddle_recompute.errors import DataError
 from tests.app.data.test_judged import FILES as JUDGED
-from tests.fuzz.test_readers import FOLDER, bounded, changed, reads, values, written
+from tests.fuzz.test_readers import FOLDER, bounded, changed, reads, written
 
 spaces = st.sampled_from(["", " ", "\t", "\u3000", "\x1c"])
 words = st.text(
@@ -124,44 +121,6 @@ def test_no_line_of_a_damaged_file_is_lost(data: st.DataObject, suffix: str) -> 
     assert len(found.pairs) + len(found.skipped) == len([line for line in lines if line])
 
 
-few = st.sampled_from(["cat", "dog", "bird", "cow", "fish"])
-
-
-@bounded
-@given(
-    st.lists(st.tuples(few, few, st.lists(few, max_size=4)), min_size=1, max_size=6),
-    st.integers(1, 4),
-    st.booleans(),
-    st.integers(0, 9),
-)
-def test_hard_negatives(
-    rows: list[tuple[str, str, list[str]]], count: int, fill: bool, seed: int
-) -> None:
-    trees = [
-        {"query": query, "positive": positive, "negatives": [n for n in some if n != positive]}
-        for query, positive, some in rows
-    ]
-    file = written("n.jsonl", "\n".join(map(json.dumps, trees)).encode())
-    short = [number for number, tree in enumerate(trees, 1) if len({*tree["negatives"]}) < count]
-    try:
-        pairs = read_pairs(file, negatives=(0 if fill else count, 9)).pairs
-        negatives = HardNegatives(pairs, count, fill=fill)
-    except DataError as error:
-        assert short
-        assert str(error).startswith("contrastive.fill" if fill else f"{file}:{short[0]}: ")
-        return
-    assert fill or not short
-    random = np.random.default_rng(seed)
-    keys = random.random((len(pairs), negatives.num_keys))
-    drawn = negatives.draw(range(len(pairs)), keys, lambda _: random)
-    for tree, row in zip(trees, drawn.tolist(), strict=True):
-        texts, given = {negatives.texts[one] for one in row}, {*tree["negatives"]}
-        answers = {one["positive"] for one in trees if one["query"] == tree["query"]}
-        assert len(texts) == count
-        assert len(texts & given) == min(count, len(given))
-        assert not answers & (texts - given)
-
-
 def plainly_judged(folder: Path) -> tuple[list[str], list[str], list[dict[int, int]]]:
     """Queries, pool and answers, with nothing checked that this does not need."""
     pool, queries, found = dict[str, str](), dict[str, str](), dict[str, dict[int, int]]()
@@ -225,134 +184,3 @@ def test_what_is_judged(files: dict[str, bytes], damaged: str | None, data: st.D
         assert re.match(rf"{re.escape(str(folder))}/[a-z./]+(:[0-9]+)?: ", str(error))
         return
     assert (found.queries, found.pool, found.answers) == plainly_judged(folder)
-
-
-PIECES = [
-    "a",
-    "ab",
-    "A",
-    "##b",
-    "##B",
-    "##ab",
-    "\u00e9",
-    "e",
-    "##e",
-    "\u4e2d",
-    "##\u4e2d",
-    ",",
-    "[",
-    "]",
-    "##S",
-    "s",
-]
-SOME_TEXT = st.text("abAB \u00e9\u4e2d,[]S\u0301\0\t", max_size=9) | st.just("[SEP] a" + "b" * 120)
-
-
-def plain_pieces(
-    vocab: dict[str, int], text: str, lower: bool, chinese: bool, strip: bool
-) -> list[int]:
-    """BERT's basic and WordPiece tokenization, for the letters of `SOME_TEXT`."""
-    text = text.replace("\0", "")
-    text = text.replace("\u4e2d", " \u4e2d ") if chinese else text
-    if strip:
-        letters = unicodedata.normalize("NFD", text)
-        text = "".join(letter for letter in letters if unicodedata.category(letter) != "Mn")
-    found = []
-    for word in re.sub(r"([\[\],])", r" \1 ", text.lower() if lower else text).split():
-        ids, rest, prefix = [], word, ""
-        while rest and len(word) <= 100:
-            ends = [end for end in range(len(rest), 0, -1) if prefix + rest[:end] in vocab]
-            if not ends:
-                break
-            ids.append(vocab[prefix + rest[: ends[0]]])
-            rest, prefix = rest[ends[0] :], "##"
-        found += [vocab["[UNK]"]] if rest else ids
-    return found
-
-
-@bounded
-@given(
-    st.lists(st.sampled_from(PIECES), unique=True),
-    st.dictionaries(
-        st.sampled_from(["do_lower_case", "strip_accents", "tokenize_chinese_chars"]),
-        st.booleans() | st.sampled_from([None, "false", 1]),
-    ),
-    st.sampled_from(["\n", "\r\n"]),
-    st.lists(SOME_TEXT, min_size=1, max_size=3),
-)
-def test_vocabulary_and_settings(
-    pieces: list[str], beside: dict[str, Any], end: str, some: list[str]
-) -> None:
-    folder = FOLDER / "of-paddlenlp"
-    folder.mkdir(exist_ok=True)
-    entries = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *pieces]
-    (folder / "vocab.txt").write_bytes(end.join(entries).encode())
-    (folder / "tokenizer_config.json").write_text(json.dumps(beside))
-    try:
-        tokenizer = load_tokenizer(folder / "vocab.txt")
-    except DataError as error:
-        assert {str, int} & {*map(type, beside.values())}
-        assert str(error).startswith(f"{folder / 'tokenizer_config.json'}: ")
-        return
-    assert {*map(type, beside.values())} <= {bool, type(None)}
-    set_to = {key: value for key, value in beside.items() if value is not None}
-    lower = set_to.get(
-        "do_lower_case", not any("A" in one or "B" in one or one == "##S" for one in pieces)
-    )
-    options = (
-        lower,
-        set_to.get("tokenize_chinese_chars", True),
-        set_to.get("strip_accents", lower),
-    )
-    vocab = {entry: number for number, entry in enumerate(entries)}
-    for text in some:
-        expected = [1, *plain_pieces(vocab, text, *options), 2]
-        assert tokenizer.encode([text], 500)[0].tolist() == expected
-
-
-@st.composite
-def changed_tree(draw: st.DrawFn, tree: Any) -> Any:
-    """`tree` with one of its nodes replaced or removed."""
-    if not isinstance(tree, dict | list) or not tree or draw(st.integers(0, 4)) == 0:
-        words = st.sampled_from(
-            ["[UNK]", "[X]", "##", "", "WordPiece", "BPE", "Unigram", "WordLevel"]
-        )
-        return draw(words | values)
-    tree = tree.copy()
-    key = draw(st.sampled_from([*tree] if isinstance(tree, dict) else range(len(tree))))
-    if draw(st.integers(0, 3)) == 0:
-        del tree[key]
-    else:
-        tree[key] = draw(changed_tree(tree[key]))
-    return tree
-
-
-def of_entries(entries: list[str]) -> Any:
-    """The ``tokenizer.json`` of a vocabulary."""
-    folder = FOLDER / "good"
-    folder.mkdir(exist_ok=True)
-    (folder / "vocab.txt").write_text("\n".join(entries))
-    load_tokenizer(folder / "vocab.txt").save(folder / "tokenizer.json")
-    return json.loads((folder / "tokenizer.json").read_text())
-
-
-@bounded
-@given(st.data(), st.lists(SOME_TEXT, min_size=1, max_size=3))
-def test_what_a_damaged_tokenizer_does(data: st.DataObject, some: list[str]) -> None:
-    tree = of_entries(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *PIECES])
-    text = json.dumps(data.draw(changed_tree(tree)))
-    file = written("tokenizer.json", text.encode())
-    try:
-        tokenizer = load_tokenizer(file)
-    except DataError as error:
-        assert str(error).startswith(f"{file}: ")
-        return
-    plain = tokenizers.Tokenizer.from_str(text)
-    plain.no_truncation()
-    plain.no_padding()
-    plain.encode_special_tokens = True
-    for one in some:
-        inner = plain.encode(one, add_special_tokens=False).ids
-        found = tokenizer.encode([one], 500)[0].tolist()
-        assert found == [plain.token_to_id("[CLS]"), *inner, plain.token_to_id("[SEP]")]
-        assert max(found) < tokenizer.vocab_size
