@@ -107,20 +107,7 @@ def test_what_cannot_be_started(arguments: list[str | Path], words: list[str]) -
     assert_one_paragraph(run(*arguments), *words)
 
 
-<<<<<<< HEAD
 def test_options_of_paddles_launcher_are_refused() -> None:
-=======
-def test_a_wrong_configuration_is_told_with_all_of_its_faults() -> None:
-    result = run("--config", TINY, "train.max_step=5", "model.num_layers=none")
-    assert_one_paragraph(
-        result, "2 faults", "train.max_step", "max_steps", "model.num_layers", "'none'"
-    )
-
-
-def test_several_machines_are_for_paddles_launcher() -> None:
-    words = ("fleetrun --master HOST:PORT", "paddle-recompute train")
-    assert_one_paragraph(run("--config", TINY, "launch.num_nodes=2"), *words)
->>>>>>> trainer
     for option in (["--master", "10.0.0.1:6170"], ["--rank", "1"]):
         result = run("--config", TINY, *option)
         assert result.exit_code == 2
@@ -173,16 +160,6 @@ def test_each_way_that_ranks_end_has_its_code(
     assert debug_shows in result.stderr
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_bad_line_of_the_data(ranks: int, tmp_path: Path) -> None:
-    """With the real trainer; of two ranks none is started."""
-    (tmp_path / "pairs.tsv").write_text("狗\tdog\n猫\n")
-    data = ["data.source=files", f"data.train_file={tmp_path / 'pairs.tsv'}"]
-    folders = [f"data.cache_dir={tmp_path / 'cache'}", f"train.output_dir={tmp_path / 'run'}"]
-    result = run("--config", TINY, *data, *folders, f"launch.num_ranks={ranks}")
-    assert_one_paragraph(result, f"{tmp_path / 'pairs.tsv'}:2: ")
-=======
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
@@ -197,7 +174,6 @@ def test_a_bad_line_of_the_data_is_told_before_a_rank_starts(
     (tmp_path / "pairs.tsv").write_text(text)
     data = ["data.source=files", f"data.train_file={tmp_path / 'pairs.tsv'}"]
     assert_one_paragraph(run("--config", TINY, *data, *overrides), words)
->>>>>>> trainer
 
 
 # ---------------------------------------------------------------------------- what it does
@@ -243,7 +219,6 @@ def test_more_ranks_are_given_the_same_command(
     assert launched == [(again, 3)]
 
 
-<<<<<<< HEAD
 @pytest.mark.timeout(180)
 def test_two_ranks_train_to_the_record_on_the_last_line(tmp_path: Path) -> None:
     """The whole way, on a few made-up pairs."""
@@ -266,8 +241,6 @@ def test_two_ranks_train_to_the_record_on_the_last_line(tmp_path: Path) -> None:
     assert not any("Successfully connected" in line for line in lines)
 
 
-=======
->>>>>>> trainer
 # ---------------------------------------------------------------------- encode and search
 
 
@@ -335,8 +308,6 @@ def test_errors_of_encode_and_search_are_one_paragraph(
     result = encoded(trained, tmp_path / "other.npy")
     assert result.exit_code == 130
     assert "interrupted; run the same command again to continue" in result.stderr
-<<<<<<< HEAD
-=======
 
 
 def test_search_prints_its_hits_and_nothing_else(trained: Path, tmp_path: Path) -> None:
@@ -346,4 +317,3 @@ def test_search_prints_its_hits_and_nothing_else(trained: Path, tmp_path: Path) 
     result = python("-m", "paddle_recompute", *arguments)
     assert result.stderr == ""
     assert json.loads(result.stdout)["query"] == "dog"
->>>>>>> trainer

@@ -51,14 +51,13 @@ O2 = {
     "amp_configs.use_pure_bf16": ["amp=true", "amp_configs.use_pure_bf16=true"],
 }
 ELSEWHERE = {
-    # The run makes that optimizer itself (tests/app/trainer/test_lamb_lars.py), in both modes.
+    # The run makes that optimizer itself (tests/app/trainer/test_same_training.py), in both modes.
     *("lamb", "lamb_configs.lamb_weight_decay", "lamb_configs.exclude_from_weight_decay"),
     *("lars", "lars_configs.lars_coeff", "lars_configs.lars_weight_decay"),
     *("lars_configs.epsilon", "lars_configs.exclude_from_weight_decay"),
     # A Program owns its parameters, so the configuration refuses these in mode static.
     *("sharding", "sharding_configs.stage"),
 }
-"""The run makes that optimizer itself (tests/app/trainer/test_same_training.py), in both modes."""
 
 
 def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
