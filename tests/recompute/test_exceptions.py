@@ -64,7 +64,7 @@ class Chain(paddle.nn.Layer):
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["left out", "called again"])
-@pytest.mark.parametrize("bad", [{0}, {1}, {2}, {3}, {1, 2}, {0, 3}, {0, 1, 2, 3}], ids=str)
+@pytest.mark.parametrize("bad", [{0}, {1, 2}, {0, 1, 2, 3}], ids=str)
 @pytest.mark.parametrize("policy", ["segments", "all"])
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_a_block_of_a_segment(bad: set[int], again: bool, policy: Any, retain_graph: bool) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute
 from paddle_recompute._paddle.fleet_recompute import fleet_recompute
+from paddle_recompute._paddle.static.training import static_mode
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.errors import ConfigError, RecomputeError, SelectionError, StaticGraphError
@@ -56,13 +57,6 @@ def test_fleets_recompute_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     report = apply_recompute(model, FLEET)
     model(leaf(2, 4)).sum().backward()
     assert report.wrapped == ("0", "1") and len(calls) == 2
-
-
-def test_without_gradients_the_layer_is_called_plainly() -> None:
-    model = paddle.nn.Sequential(paddle.nn.Linear(4, 4))
-    apply_recompute(model, FLEET)
-    with paddle.no_grad():
-        assert model(paddle.ones([2, 4])).stop_gradient
 
 
 def test_a_block_whose_input_needs_no_gradient_is_refused() -> None:
@@ -111,20 +105,8 @@ def test_what_fleet_has_not_is_refused(setting: dict[str, str]) -> None:
 def test_a_program_is_refused() -> None:
     model = paddle.nn.Sequential(paddle.nn.Linear(4, 4))
     apply_recompute(model, FLEET)
-    paddle.enable_static()
-    try:
-        with (
-            paddle.static.program_guard(paddle.static.Program()),
-            pytest.raises(StaticGraphError, match="works in dygraph only"),
-        ):
-            model(paddle.static.data("x", [2, 4]))
-    finally:
-        paddle.disable_static()
-
-
-def test_unwrap_gives_the_bare_layer_back() -> None:
-    model = paddle.nn.Sequential(paddle.nn.Linear(4, 4))
-    apply_recompute(model, FLEET)
+    with static_mode(), pytest.raises(StaticGraphError, match="works in dygraph only"):
+        model(paddle.static.data("x", [2, 4]))
     assert type(model[0].unwrap()) is paddle.nn.Linear
     assert "_recompute_name" not in vars(model[0])
 

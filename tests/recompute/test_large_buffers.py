@@ -9,7 +9,6 @@ import paddle
 import pytest
 
 from paddle_recompute import recompute
-from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import layer_state as _layer_state
 from paddle_recompute.replay.layer_state import SMALL_BYTES, same_values
 from tests.recompute.contract import Run, Seen, case, leaf, loss_of
@@ -17,9 +16,8 @@ from tests.recompute.contract import Run, Seen, case, leaf, loss_of
 NUM = SMALL_BYTES  # elements: at least SMALL_BYTES in every dtype
 IS_26 = paddle.__version__.startswith("2.6")
 DTYPES = [
-    "bfloat16", "int8", "complex64", "float16", "uint8", "int16", "complex128", "bool", "int32",
-    "int64", "float32", "float64",
-    *([] if IS_26 else ["float8_e4m3fn", "float8_e5m2"]),
+    "bfloat16", "int8", "complex64", "float16", "int16", "bool", "int64", "float32",
+    *([] if IS_26 else ["float8_e4m3fn"]),
 ]  # fmt: skip
 
 
@@ -98,14 +96,6 @@ def test_changed_by_the_forward(run: Run, how: str) -> Seen:
         layer.changes = number == 2
         loss_of(run(layer, x * 2)).backward()
     return {"x": x, "table": layer.table, "weight": layer.linear.weight}
-
-
-def test_the_large_buffer_is_named() -> None:
-    layer = WithTable("float32")
-    y = recompute(layer, leaf(3, 4))
-    layer.table.set_value(layer.table + 1)
-    with pytest.raises(RecomputeError, match=r"the buffer 'with_table_\d+\.table' \(\[131072\]\)"):
-        y.sum().backward()
 
 
 def test_it_is_compared_by_value_once(monkeypatch: pytest.MonkeyPatch) -> None:

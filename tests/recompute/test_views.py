@@ -8,7 +8,6 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute._paddle.saved_tensors import look_of, with_layout
 from paddle_recompute.recompute import recompute
 from tests.recompute.contract import Run, Seen, case, leaf, plain, step
 
@@ -18,22 +17,13 @@ VIEWS: dict[str, View] = {
     "transposed": lambda h: h.transpose([1, 0, 2]),
     "all turned": lambda h: h.transpose([2, 1, 0]),
     "without the first": lambda h: h[1:],
-    "columns": lambda h: h[:, 1:],
-    "every second": lambda h: h[:, ::2],
     "one row": lambda h: h[:, 1],
-    "one element": lambda h: h[1, 2, 3],
     "real part": lambda h: paddle.real(paddle.complex(h, h * 2)),
     "imaginary part": lambda h: paddle.imag(paddle.complex(h, h * 2)),
-    "diagonal": lambda h: paddle.diagonal(h, axis1=1, axis2=2),
     "split": lambda h: paddle.split(h, 2, axis=-1)[1],
-    "chunk of the middle": lambda h: paddle.chunk(h, 3, axis=1)[1],
-    "unbound": lambda h: paddle.unbind(h, axis=1)[2],
     "expanded": lambda h: h[:, :1].expand([4, 6, 4]),
     "reshaped after a turn": lambda h: h.transpose([1, 0, 2]).reshape([6, -1]),
-    "turned after a reshape": lambda h: h.reshape([4, 2, 3, 4]).transpose([0, 2, 1, 3]),
     "as_strided": lambda h: paddle.as_strided(h, [3, 4], [1, 5], 4),
-    "squeezed": lambda h: h[:, 1:2].squeeze(1),
-    "flattened columns": lambda h: h[:, 2:4].flatten(1),
     "rows behind rows": lambda h: h[1:][:, 1:][..., 1:],
 }
 
@@ -152,14 +142,6 @@ def test_buffer(run: Run, view: str) -> Seen:
     y = run(block, x * 2)
     y.sum().backward()
     return {"y": y, "x": x, "block": block}
-
-
-@pytest.mark.parametrize("view", list(VIEWS))
-def test_a_copy_may_lie_in_its_memory_as_another_does(view: str) -> None:
-    x = VIEWS[view](paddle.arange(96, dtype="float32").reshape([4, 6, 4]))
-    copy = with_layout(x.clone(), look_of(x))
-    assert look_of(copy) == look_of(x)
-    assert copy.numpy().tobytes() == x.numpy().tobytes()
 
 
 @pytest.mark.parametrize("run", [plain, recompute], ids=["plain", "recompute"])
