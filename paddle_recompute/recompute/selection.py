@@ -19,12 +19,11 @@ from paddle_recompute.errors import RecomputeError, SelectionError
 from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.recompute._auto import find_blocks, is_container
 from paddle_recompute.recompute._first_step import FirstStep
-from paddle_recompute.recompute._fleet import FleetRecomputeLayer, wrap_with_fleet
+from paddle_recompute.recompute._fleet import wrap_with_fleet
 from paddle_recompute.recompute._parts import is_cheap, join, named_parts
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import RecomputeOptions
-from paddle_recompute.recompute.layer import RecomputedFunction, RecomputeLayer
-from paddle_recompute.recompute.treatment import wrap_part
+from paddle_recompute.recompute.treatment import WRAPPED, wrap_part
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -137,7 +136,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     left_out = _inside_another(matches)
     candidates = [name for name in matches if name not in left_out]
     for name in candidates:
-        if isinstance(parts[name], (RecomputeLayer, RecomputedFunction, FleetRecomputeLayer)):
+        if isinstance(parts[name], WRAPPED):
             raise SelectionError(
                 f"checkpoints selects '{name}', which is wrapped already; call its "
                 "unwrap() first, or call apply_recompute only once"
@@ -204,14 +203,6 @@ def layers_matching(model: paddle.nn.Layer, patterns: list[str]) -> list[str]:
 Segments = tuple[tuple[str, ...], ...]
 
 
-def _every(candidates: list[str], config: RecomputeConfig) -> Segments:
-    return tuple((name,) for name in candidates)
-
-
-def _every_n(candidates: list[str], config: RecomputeConfig) -> Segments:
-    return tuple((name,) for name in candidates[:: config.every_n])
-
-
 def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:
     """`config.segments` runs of nearly equal length; sqrt(n) runs minimize the sum of what is kept
     and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1).
@@ -227,8 +218,8 @@ def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:
 
 
 _POLICIES: dict[str, Callable[[list[str], RecomputeConfig], Segments]] = {
-    "all": _every,
-    "every_n": _every_n,
+    "all": lambda candidates, config: tuple((name,) for name in candidates),
+    "every_n": lambda candidates, config: tuple((name,) for name in candidates[:: config.every_n]),
     "segments": _joined,
 }
 
