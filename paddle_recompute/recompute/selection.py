@@ -145,32 +145,22 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     chosen = {name for segment in segments for name in segment}
     left_out.update({name: f"policy {config.policy}" for name in candidates if name not in chosen})
     wrapped = tuple(name for name in candidates if name in chosen)
-    if config.engine == "fleet":
-        _wrap_with_fleet({name: parts[name] for name in candidates if name in chosen}, config)
-        watch = FirstStep(model, {name: parts[name] for name in wrapped}, is_ours=False)
-        return RecomputeReport(wrapped, segments, left_out, (), found, watch)
     cheap = tuple(name for name in wrapped if is_cheap(parts[name]))
-    options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
-    owners = dict(model.named_sublayers(include_self=True))
-    for names in segments:
-        segment = Segment(names) if len(names) > 1 else None
-        for position, name in enumerate(names):
-            joined = (segment, position) if segment is not None else None
-            wrap_part(owners, name, parts[name], options, joined, name in cheap)
+    if config.engine == "fleet":
+        cheap = ()
+        wrap_with_fleet({name: parts[name] for name in wrapped}, config.preserve_rng_state)
+    else:
+        options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
+        owners = dict(model.named_sublayers(include_self=True))
+        for names in segments:
+            segment = Segment(names) if len(names) > 1 else None
+            for position, name in enumerate(names):
+                joined = (segment, position) if segment is not None else None
+                wrap_part(owners, name, parts[name], options, joined, name in cheap)
     now = named_parts(model)[0]  # functions have become `RecomputedFunction`s
-    watch = FirstStep(model, {name: now[name] for name in wrapped}, is_ours=True)
-    return RecomputeReport(wrapped, segments, left_out, cheap, found, watch)
-
-
-def _wrap_with_fleet(parts: dict[str, Any], config: RecomputeConfig) -> None:
-    for name, part in parts.items():
-        if not isinstance(part, paddle.nn.Layer):
-            raise SelectionError(
-                f"engine: fleet wraps Layers, but '{name}' is a function; name its Layer "
-                "in checkpoints, or use engine: paddle_recompute"
-            )
-    for name, part in parts.items():
-        wrap_with_fleet(part, name, preserve_rng_state=config.preserve_rng_state)
+    watched = {name: now[name] for name in wrapped}
+    first_step = FirstStep(model, watched, is_ours=config.engine != "fleet")
+    return RecomputeReport(wrapped, segments, left_out, cheap, found, first_step)
 
 
 def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import json
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 from paddle_recompute import RecomputeConfig, apply_recompute, is_recomputing, recompute
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.recompute import recompute_wrapper
+from tests.ranks import ROOT
 from tests.recompute.contract import Run, Seen, case, leaf, plain
 
 BATCH, WIDTH = 256, 64
@@ -144,19 +148,21 @@ def test_a_failed_call_leaves_nothing(failing_call: int) -> None:
     assert _memory.current_bytes() == before
 
 
-def test_recompute_lowers_the_peak(peaks: dict[str, int]) -> None:
+def test_peaks_of_a_step() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.recompute.peaks"],
+        capture_output=True, text=True, timeout=100, cwd=ROOT,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    peaks: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
     assert peaks["each block"] < 0.5 * peaks["plain"]
+    assert peaks["each block"] <= 1.01 * peaks["Paddle's own"]
     assert peaks["wrapped blocks"] == peaks["each block"]
-
-
-def test_policies_trade_memory_for_time(peaks: dict[str, int]) -> None:
     assert peaks["each block"] < peaks["every second block"] < peaks["plain"]
     assert peaks["three segments"] < 0.8 * peaks["plain"]
     assert peaks["cheap parts"] < 0.8 * peaks["plain"]
-
-
-def test_the_peak_is_that_of_paddles_own(peaks: dict[str, int]) -> None:
-    assert peaks["each block"] <= 1.01 * peaks["Paddle's own"]
+    # Without inner recompute, the activations of a half come back at once; with it, one block's.
+    assert peaks["halves of blocks"] < 0.7 * peaks["halves"] < 0.7 * peaks["plain"]
 
 
 # ------------------------------------------------------- a block that stores a tensor on itself
