@@ -93,11 +93,10 @@ def test_functions_that_draw_from_them(way: str) -> None:
 
 
 class WithMembers(paddle.nn.Layer):
-    """Members that draw, whose code can be read or not, and one that is None at first."""
+    """Members that draw, whose code can be read or not."""
 
     drawn = staticmethod(np.random.rand)
     also_drawn = classmethod(functools.partial(lambda scale, _: scale * np.random.rand(), 3))
-    activation: Any = None
 
     @property
     def noise(self) -> float:
@@ -108,9 +107,6 @@ class WithMembers(paddle.nn.Layer):
 
     def __add__(self, x: Tensor) -> Tensor:
         return noisy(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.tanh() if self.activation is None else self.activation(x)
 
 
 MEMBERS: dict[str, Callable[[WithMembers, Tensor], Tensor]] = {
@@ -135,11 +131,19 @@ def test_members_of_a_layer_that_draw_from_them(way: str) -> None:
     check(Parent())
 
 
+class Activated(paddle.nn.Layer):
+    """A constant of its class is None until somebody sets it."""
+
+    activation: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() if self.activation is None else self.activation(x)
+
+
 def through_a_constant_that_becomes_a_method(monkeypatch: pytest.MonkeyPatch) -> Any:
-    block = WithMembers()
-    recompute(block, leaf(3, 4)).sum().backward()
-    monkeypatch.setattr(WithMembers, "activation", lambda self, x: noisy(x))
-    return block
+    recompute(Activated(), leaf(3, 4)).sum().backward()
+    monkeypatch.setattr(Activated, "activation", lambda self, x: noisy(x))
+    return Activated()
 
 
 def through_a_function_that_appears_in_paddle(monkeypatch: pytest.MonkeyPatch) -> Any:

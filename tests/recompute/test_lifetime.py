@@ -229,6 +229,16 @@ def test_a_block_that_stores_a_tensor_holds_what_it_holds_without_recompute(
     assert _memory.current_bytes() == before
 
 
+@pytest.mark.parametrize("stored", ["tensor", "tuple"])
+def test_forwards_without_a_backward_do_not_add_up(stored: str) -> None:
+    model = recompute_wrapper(Router(stored))
+    in_use = []
+    for _ in range(4):
+        model(input_tensor())
+        in_use.append(_memory.current_bytes())
+    assert in_use[1] == in_use[-1]
+
+
 # ------------------------------------------------------------------ beside Paddle's own recompute
 
 

@@ -483,6 +483,15 @@ class InAList(paddle.nn.Layer):
         return x.tanh()
 
 
+class ByProxy(paddle.nn.Layer):
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm, self.others = norm, [weakref.proxy(norm)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.others[0](x).tanh()
+
+
 class BehindAnObject(paddle.nn.Layer):
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -551,7 +560,7 @@ DEEP: dict[str, Callable[[Any], Any]] = {
     "a module of the user's": behind_a_module,
     "a slot": behind_a_slot,
     "a hook of a Layer": in_a_hook,
-    "a weak proxy in a list": lambda norm: InAList(weakref.proxy(norm)),
+    "a weak proxy beside it": lambda norm: ByProxy(norm),
 }
 
 
