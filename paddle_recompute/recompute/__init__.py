@@ -11,7 +11,6 @@ from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHo
 from paddle_recompute.recompute._plainly import called_plainly, wrapped_layers
 from paddle_recompute.recompute._storage import PLACES, MakeSlot, Place, Slot, slots
 from paddle_recompute.recompute.function import (
-    Offload,
     RecomputeOptions,
     recompute,
     run_recomputed,
@@ -44,7 +43,6 @@ __all__ = [
     "PLACES",
     "InputStorage",
     "MakeSlot",
-    "Offload",
     "Place",
     "RecomputeLayer",
     "RecomputeOptions",

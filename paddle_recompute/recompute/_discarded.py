@@ -12,36 +12,31 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._nested import describe
-from paddle_recompute.recompute._hooks import Kept, Ticket
-
-
-class _Maker(Protocol):
-    """Something that can recompute an output (a `Frame`)."""
-
-    def ticket_for_output(self, tensor: paddle.Tensor) -> Ticket | None:
-        """A ticket for `tensor` if it is an unchanged output."""
+from paddle_recompute.recompute._hooks import Kept
 
 
 @dataclass
 class _Offer:
     output: weakref.ref[paddle.Tensor]
-    maker: _Maker
+    maker: Any
+    """The `Frame` that can recompute it."""
 
 
 _offers: dict[int, _Offer] = {}
 
 
-def offer(outputs: object, inputs: object, maker: _Maker) -> None:
+def offer(outputs: object, inputs: object, maker: Any) -> None:
     """Let operators that save a tensor of `outputs` from now on save a ticket instead.
 
-    A tensor that is among the `inputs` is not offered: its owner may keep it anyway. An offer ends
-    with the Python object of the output, so another tensor at a reused address does not match.
+    `maker` is the `Frame` that recomputes them. A tensor that is among the `inputs` is not offered:
+    its owner may keep it anyway. An offer ends with the Python object of the output, so another
+    tensor at a reused address does not match.
     """
     given = {id(tensor) for tensor in _nested.tensors_in(inputs)}
     for output in _nested.tensors_in(outputs):
@@ -56,7 +51,7 @@ def _withdraw(address: int, _: object) -> None:
     _offers.pop(address, None)
 
 
-def ticket_for(tensor: paddle.Tensor) -> Ticket | None:
+def ticket_for(tensor: paddle.Tensor) -> Kept | None:
     """A ticket if `tensor` is an offered output (same memory, shape, dtype; unchanged).
 
     The hooks get a new Python object for the same C++ tensor, so the memory is compared.
@@ -67,12 +62,13 @@ def ticket_for(tensor: paddle.Tensor) -> Ticket | None:
         return None
     if not tensor.is_contiguous() or not output.is_contiguous():
         return None  # a transposed view has the same memory and may have the same shape
-    return found.maker.ticket_for_output(output)
+    ticket: Kept | None = found.maker.ticket_for_output(output)
+    return ticket
 
 
 class Keeper:
     """Keeps what operators save, like Paddle, but keeps tickets for offered outputs."""
 
-    def pack(self, tensor: paddle.Tensor) -> Ticket:
+    def pack(self, tensor: paddle.Tensor) -> Kept:
         """A ticket for an offered output, or one that holds the tensor itself."""
         return ticket_for(tensor) or Kept(tensor)

@@ -9,6 +9,7 @@ has the cases.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import paddle
@@ -68,20 +69,29 @@ class FleetRecomputeLayer(WrappedLayer):
             )
 
 
-def wrap_with_fleet(layer: paddle.nn.Layer, name: str, *, preserve_rng_state: bool) -> None:
-    """Make `layer` a `FleetRecomputeLayer`.
+def wrap_with_fleet(parts: Mapping[str, Any], preserve_rng_state: bool) -> None:
+    """Make each of `parts`, by its name, a `FleetRecomputeLayer`.
 
     Raises:
-        SelectionError: It has buffers, which fleet's recompute would update twice per step.
+        SelectionError: A part is a function, or has buffers, which fleet's recompute would update
+            twice per step. No part is wrapped then.
     """
-    for member_name, member in layer.named_sublayers(include_self=True):
-        for tensors, names in non_trained_state(member):
-            if any(is_initialized(tensors[one]) for one in names):
-                place = f"'{name}.{member_name}'" if member_name else f"'{name}'"
-                raise SelectionError(
-                    f"recompute.engine: fleet cannot wrap '{name}': {place} has the buffer "
-                    f"{names[0]}, and fleet's recompute updates buffers twice per step. {_ADVICE}"
-                )
-    layer._recompute_name = name
-    layer._recompute_preserves_rng = preserve_rng_state
-    replace_class(layer, FleetRecomputeLayer)
+    for name, part in parts.items():
+        if not isinstance(part, paddle.nn.Layer):
+            raise SelectionError(
+                f"engine: fleet wraps Layers, but '{name}' is a function; name its Layer "
+                "in checkpoints, or use engine: paddle_recompute"
+            )
+        for member_name, member in part.named_sublayers(include_self=True):
+            for tensors, names in non_trained_state(member):
+                if any(is_initialized(tensors[one]) for one in names):
+                    place = f"'{name}.{member_name}'" if member_name else f"'{name}'"
+                    raise SelectionError(
+                        f"recompute.engine: fleet cannot wrap '{name}': {place} has the buffer "
+                        f"{names[0]}, and fleet's recompute updates buffers twice per step. "
+                        f"{_ADVICE}"
+                    )
+    for name, part in parts.items():
+        part._recompute_name = name
+        part._recompute_preserves_rng = preserve_rng_state
+        replace_class(part, FleetRecomputeLayer)

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,14 +67,15 @@ watch_hooks()
 
 
 class FrameTicket(Kept):
-    """A placeholder in the graph for tensor `number` of a frame; after a second run of the frame,
-    the tensor itself lies here, so it goes with the ticket.
+    """A placeholder in the graph for a tensor of a frame; after a second run of the frame, the
+    tensor itself lies here, so it goes with the ticket.
     """
 
-    __slots__ = ("__weakref__", "frame", "is_spent", "number")
+    __slots__ = ("__weakref__", "failed", "frame", "is_spent")
 
     frame: Frame
-    number: int
+    failed: str
+    """The name of its part, if that raised in its first forward."""
     is_spent: bool
     """Whether the backward of its operator is over and cannot run again."""
 
@@ -83,7 +83,7 @@ class FrameTicket(Kept):
         """The tensor, from a second run of the frame."""
         frame, is_last = self.frame, is_last_backward()
         if self.tensor is None:
-            frame.recompute(self.number, is_last)
+            frame.recompute(self, is_last)
         value = self.take(is_last or bool(frame.parts))
         if is_last and frame.parts:
             if not self.is_spent:
@@ -116,14 +116,13 @@ class Frame:
     def __init__(self, storage: InputStorage) -> None:
         self.parts: list[_Part] = []
         self._storage = storage
-        # Of each tensor with a ticket: what it looked like (no shape: its part failed), its
-        # checksum, and the ticket, which the graph alone keeps.
+        # Of each tensor that operators saved: what it looked like, its checksum, and the ticket,
+        # which the graph alone keeps.
         self.looks: Looks = [], [], [], []
         self.checksums: dict[int, int] = {}
         self.tickets: list[weakref.ref[FrameTicket]] = []
-        self._failed = ""
-        self._links: dict[int, Link] = {}
-        """Of the tickets for outputs."""
+        self._of_outputs: list[tuple[weakref.ref[FrameTicket], Link, Look]] = []
+        """The tickets for outputs."""
         self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, Link]] = {}
         self._is_recording = self._compares_values = False
         self.is_ending = False
@@ -153,8 +152,7 @@ class Frame:
             self._is_recording, self._compares_values = True, call.compare_values
             outputs = call.first(args, kwargs)
         except BaseException:  # the caller may catch the error and continue
-            self.looks[3][num_saved:] = [None] * (len(self.tickets) - num_saved)
-            self._failed = call.name
+            self._forget(num_saved, call.name)
             raise
         finally:
             self._is_recording = self._compares_values = False
@@ -181,16 +179,32 @@ class Frame:
         link = self.link_to(tensor)
         if link is None:
             return None
-        self._links[len(self.tickets)] = link
+        ticket = self._ticket()
+        self._of_outputs.append((weakref.ref(ticket), link, look_of(tensor)))
         self.num_awaited += 1
-        return self.pack(tensor)
+        return ticket
+
+    def _ticket(self) -> FrameTicket:
+        ticket = _new_ticket(FrameTicket)
+        ticket.frame, ticket.failed, ticket.tensor, ticket.layout = self, "", None, None
+        ticket.is_spent = ticket.is_for_engine = False
+        return ticket
+
+    def _forget(self, num_saved: int, name: str) -> None:
+        """Of a part that failed, called `name`, before which there were `num_saved` tickets."""
+        for reference in self.tickets[num_saved:]:
+            if (ticket := reference()) is not None:
+                ticket.failed = name
+        for number in range(num_saved, len(self.tickets)):
+            self.checksums.pop(number, None)
+        for one in (self.tickets, *self.looks):
+            del one[num_saved:]
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
         dtypes, strides, offsets, shapes = self.looks
-        ticket = _new_ticket(FrameTicket)
-        ticket.frame, ticket.number = self, len(shapes)
-        ticket.tensor = ticket.layout = None
+        ticket = _new_ticket(FrameTicket)  # `_ticket`, without a call
+        ticket.frame, ticket.failed, ticket.tensor, ticket.layout = self, "", None, None
         ticket.is_spent = ticket.is_for_engine = False
         dtypes.append(dtype_of(tensor))  # `look_of`, without a frame
         strides.append(None if tensor.is_contiguous() else tensor.strides)
@@ -198,20 +212,20 @@ class Frame:
         shapes.append(tensor.shape)
         self.tickets.append(weakref.ref(ticket))
         if self._compares_values:
-            self.checksums[ticket.number] = _checksum(tensor)
+            self.checksums[len(self.tickets) - 1] = _checksum(tensor)
         return ticket
 
-    def recompute(self, number: int, is_last: bool) -> None:
-        """Run the function again, for ticket `number` and all others that are in the graph."""
+    def recompute(self, ticket: FrameTicket, is_last: bool) -> None:
+        """Run the function again, for `ticket` and all others that are in the graph."""
         if self._is_recording:
             raise RecomputeError(
                 "A recomputed function asks for gradients of its own intermediate results while "
                 "it is still running (paddle.grad or backward inside it). Move that part out of "
                 "the recomputed function."
             )
-        if self.looks[3][number] is None:
+        if ticket.failed:
             raise RecomputeError(
-                f"{self._failed} raised in its first forward, so the tensors that it computed "
+                f"{ticket.failed} raised in its first forward, so the tensors that it computed "
                 "before cannot be differentiated. Compute them outside of the recomputed function."
             )
         if not self.parts:
@@ -246,9 +260,9 @@ class Frame:
             self.parts.clear()
 
     def _live_tickets(self) -> list[FrameTicket]:
-        """The tickets in the graph, but those of a part that failed."""
-        found = zip(self.tickets, self.looks[3], strict=True)
-        return [t for ticket, shape in found if shape is not None and (t := ticket()) is not None]
+        """The tickets in the graph."""
+        references = [*self.tickets, *(reference for reference, _, _ in self._of_outputs)]
+        return [ticket for reference in references if (ticket := reference()) is not None]
 
     @property
     def name(self) -> str:
@@ -277,22 +291,12 @@ class Frame:
             if is_linked:
                 outputs.append(list(_nested.tensors_in(result)))
         given = again.finish()
-        for number, link in self._links.items():
-            if (ticket := self.tickets[number]()) is not None:
+        for reference, link, look in self._of_outputs:
+            if (ticket := reference()) is not None:
                 ticket.keep(outputs[link.part][link.leaf])
-                ticket.layout = _look(self.looks, number)
+                ticket.layout = look
                 given.append(ticket)
         self.num_awaited = sum([not ticket.is_spent for ticket in given])
-
-    def saved(self) -> Sequence[int]:
-        """The numbers of the tensors that the first run saved."""
-        if not (self._links or self._failed):
-            return range(len(self.tickets))
-        return [
-            number
-            for number, shape in enumerate(self.looks[3])
-            if shape is not None and number not in self._links
-        ]
 
 
 def _look(looks: Looks, number: int) -> Look:
@@ -312,15 +316,8 @@ class _Repetition:
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        numbers = frame.saved()
-        self._looks, tickets = frame.looks, frame.tickets
-        if len(numbers) < len(tickets):
-            dtypes, strides, offsets, shapes = (
-                [part[number] for number in numbers] for part in frame.looks
-            )
-            self._looks = dtypes, strides, offsets, shapes
-            tickets = [frame.tickets[number] for number in numbers]
-        self._tickets = [ticket() for ticket in tickets]
+        self._looks = frame.looks
+        self._tickets = [ticket() for ticket in frame.tickets]
         self._kept: list[paddle.Tensor | None] = []
         self._versions: list[int] = []
         self._difference: str | None = None
@@ -345,7 +342,7 @@ class _Repetition:
         ticket, checksums = self._tickets[count], self._frame.checksums
         if ticket is None:
             self._kept[count] = None
-        elif checksums.get(ticket.number) not in (None, _checksum(tensor)):
+        elif checksums.get(count) not in (None, _checksum(tensor)):
             self._note(count, f"({describe(tensor)}) has other values than in the first one")
 
     def _compare(self, count: int, tensor: paddle.Tensor) -> Look | None:

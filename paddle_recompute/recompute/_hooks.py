@@ -2,7 +2,7 @@
 
 Paddle (2.6, 3.x) allows one pair of ``paddle.autograd.saved_tensors_hooks`` at a time. Ours is a
 dispatcher: the innermost `Recorder` gets each tensor that an operator saves for its backward, and
-its result, a `Ticket`, replaces the tensor in the graph until the backward asks for it.
+its result, a `Kept`, replaces the tensor in the graph until the backward asks for it.
 
 **Threads.** The pair is in force in all threads of the process, but Paddle calls the hooks in the
 thread that runs the operator or the backward. So each thread has its own recorders, and what a
@@ -39,35 +39,15 @@ from paddle_recompute._paddle.saved_tensors import (
 from paddle_recompute.errors import RecomputeError
 
 
-class Ticket(Protocol):
-    """Replaces a tensor in the graph that an operator saved.
-
-    Attributes:
-        is_for_engine: Whether an operator of Paddle asks for it; on Paddle 2.6 alone.
-    """
-
-    is_for_engine: bool
-
-    def value(self) -> paddle.Tensor:
-        """The tensor, as an object that is not used elsewhere, because the engine may move the
-        memory out of it (2.6).
-        """
-
-
-class Recorder(Protocol):
-    """Receives the tensors that operators save."""
-
-    def pack(self, tensor: paddle.Tensor) -> Ticket | None:
-        """Take `tensor`; the returned ticket replaces it in the graph. Should not raise."""
-
-
 class Kept:
-    """A tensor that is kept, with the version check that Paddle has for tensors it keeps."""
+    """Replaces a tensor in the graph that an operator saved: a ticket. It keeps the tensor, with
+    the version check that Paddle has for tensors that it keeps.
+    """
 
     __slots__ = ("is_for_engine", "layout", "tensor", "version")
 
     is_for_engine: bool
-
+    """Whether an operator of Paddle asks for it; on Paddle 2.6 alone."""
     layout: Look | None
     """That of the tensor in whose place it is kept, if it is another."""
     tensor: paddle.Tensor | None
@@ -105,14 +85,23 @@ class Kept:
         return memory_for_engine(kept) if self.is_for_engine else shares_memory(kept)
 
     def value(self) -> paddle.Tensor:
-        """See `Ticket`."""
+        """The tensor, as an object that is not used elsewhere, because the engine may move the
+        memory out of it (2.6).
+        """
         return self.take(is_last_backward())
 
 
-def _keep(tensor: paddle.Tensor) -> Ticket:
+def _keep(tensor: paddle.Tensor) -> Kept:
     """What a thread does that has no recorder."""
     _pair.register_thread()
     return Kept(tensor)
+
+
+class Recorder(Protocol):
+    """Receives the tensors that operators save."""
+
+    def pack(self, tensor: paddle.Tensor) -> Kept | None:
+        """Take `tensor`; the returned ticket replaces it in the graph. Should not raise."""
 
 
 class _Thread(threading.local):
@@ -120,11 +109,11 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
-        self.pack: Callable[[paddle.Tensor], Ticket | None] = _keep
+        self.pack: Callable[[paddle.Tensor], Kept | None] = _keep
         """Of the innermost recorder."""
         self.is_known = False
         """Whether `_Pair` knows this thread as one that runs operators."""
-        self.issued: list[Ticket | None] = []
+        self.issued: list[Kept | None] = []
         """Paddle 2.6 only: the tickets issued since the outermost recording began."""
 
 
@@ -241,7 +230,7 @@ def _pack_and_note(tensor: paddle.Tensor) -> object:
     return ticket
 
 
-def _unpack(ticket: Ticket | None) -> paddle.Tensor:
+def _unpack(ticket: Kept | None) -> paddle.Tensor:
     try:
         if ticket is None:
             raise RecomputeError(

@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import paddle
 
@@ -17,18 +17,13 @@ from paddle_recompute.recompute._storage import MakeSlot, Place, Slot, slots
 _logger = logging.getLogger("paddle_recompute")
 
 
-class StoredInput(Protocol):
-    """A tensor that is kept elsewhere."""
-
-    def load(self) -> paddle.Tensor:
-        """Copy it back to its device."""
-
-
 class InputStorage(Protocol):
     """A place to keep tensors."""
 
-    def keep(self, tensor: paddle.Tensor) -> paddle.Tensor | StoredInput:
-        """Keep the value of `tensor`, without its gradient history."""
+    def keep(self, tensor: paddle.Tensor) -> Any:
+        """Keep the value of `tensor`, without its gradient history; returns a tensor, or what has
+        a method `load` that copies it back to its device.
+        """
 
 
 class OnDevice:
@@ -101,7 +96,7 @@ class OffDevice:
         self._place = place
         self._thread = threading.local()
 
-    def keep(self, tensor: paddle.Tensor) -> paddle.Tensor | StoredInput:
+    def keep(self, tensor: paddle.Tensor) -> Any:
         detached = tensor.detach()
         if self._place == "host" and device.is_on_host(detached):
             if str(paddle.get_device()) == "cpu":
@@ -130,7 +125,7 @@ class SomeOnHost:
     def __init__(self, tensors: Iterable[paddle.Tensor]) -> None:
         self._chosen = {id(tensor) for tensor in tensors}
 
-    def keep(self, tensor: paddle.Tensor) -> paddle.Tensor | StoredInput:
+    def keep(self, tensor: paddle.Tensor) -> Any:
         return OFFLOADS["host" if id(tensor) in self._chosen else None].keep(tensor)
 
 

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import paddle
-from paddle.distributed.fleet import utils as fleet_utils
 
+from paddle_recompute._paddle.fleet_recompute import fleet_recompute
 from paddle_recompute.recompute._fleet import FleetRecomputeLayer
-from paddle_recompute.recompute.function import recompute
-from paddle_recompute.recompute.layer import (
-    RecomputedFunction,
-    RecomputeLayer,
-    SelectiveLayer,
-    WrappedLayer,
-)
+from paddle_recompute.recompute.function import run_recomputed
+from paddle_recompute.recompute.layer import RecomputeLayer, SelectiveLayer
 
-_OPTIONS = (
-    "preserve_rng_state",
-    "use_reentrant",
-    "determinism_check",
-    "offload",
-    "offload_indices",
-    "partition",
-)
+_WRAPPINGS: tuple[Any, ...] = (RecomputeLayer, SelectiveLayer, FleetRecomputeLayer)
+_CALL = "__call__"
 
 
 def wrapped_layers(model: paddle.nn.Layer) -> dict[str, paddle.nn.Layer]:
@@ -42,48 +30,28 @@ def wrapped_layers(model: paddle.nn.Layer) -> dict[str, paddle.nn.Layer]:
 def called_plainly() -> Iterator[None]:
     """Inside, every call of a recomputed Layer or function is the plain call.
 
-    It holds for `recompute`, for wrapped Layers, and for fleet's ``recompute`` under whatever name
-    a loaded module has it.
+    It holds for `recompute`, for wrapped Layers, and for fleet's ``recompute``. Models hold these
+    functions under many names, so not the names but the code of the functions is exchanged.
     """
     with ExitStack() as stack:
-        for wrapping in (RecomputeLayer, SelectiveLayer, FleetRecomputeLayer):
-            _replace(stack, wrapping, "__call__", _bare_call(wrapping))
-        _replace(stack, RecomputedFunction, "__call__", _call_function)
-        for function in (recompute, *_of_fleet()):
-            for module in list(sys.modules.values()):
-                for name, value in list(getattr(module, "__dict__", {}).items()):
-                    if value is function and module.__name__ != __name__:
-                        _replace(stack, module, name, _plain)
+        for wrapping in _WRAPPINGS:
+            stack.callback(setattr, wrapping, _CALL, wrapping.__call__)
+            delattr(wrapping, _CALL)  # what remains is the call of the bare class
+        for function, plain in ((run_recomputed, _run), (fleet_recompute, _call)):
+            stack.callback(setattr, function, "__code__", function.__code__)
+            function.__code__ = plain.__code__
         yield
 
 
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any, **__: Any
+) -> Any:
+    """In place of `run_recomputed`; runs with the globals of that module."""
+    return function(*args, **kwargs)
 
 
-def _call_function(self: RecomputedFunction, *args: Any, **kwargs: Any) -> Any:
-    return self.function(*args, **kwargs)
-
-
-def _of_fleet() -> list[Callable[..., Any]]:
-    found = [fleet_utils.recompute]
-    inner = sys.modules.get("paddle.distributed.fleet.recompute.recompute")
-    if inner is not None:
-        found.append(inner.recompute)
-    package = sys.modules.get("paddle.distributed.fleet.recompute")
-    one = getattr(package, "recompute", None)
-    if callable(one):
-        found.append(one)
-    return found
-
-
-def _plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **{k: v for k, v in kwargs.items() if k not in _OPTIONS})
-
-
-def _bare_call(wrapping: type[WrappedLayer]) -> Callable[..., Any]:
-    def call(self: paddle.nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        return super(wrapping, self).__call__(*args, **kwargs)
-
-    return call
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of fleet's ``recompute``; runs with the globals of that module."""
+    for option in ("preserve_rng_state", "use_reentrant", "offload_indices"):
+        kwargs.pop(option, None)
+    return function(*args, **kwargs)

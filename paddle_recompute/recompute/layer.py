@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import paddle
@@ -17,9 +18,9 @@ from paddle_recompute._paddle.translation import (
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._discarded import Keeper
+from paddle_recompute.recompute._frames import is_inside_a_frame
 from paddle_recompute.recompute._hooks import begin_recording, end_recording, innermost
 from paddle_recompute.recompute._segments import Segment
-from paddle_recompute.recompute._turns import Turns
 from paddle_recompute.recompute.function import (
     DeterminismCheck,
     Offload,
@@ -71,6 +72,19 @@ class WrappedLayer(paddle.nn.Layer):
         return bare
 
 
+@dataclass(frozen=True)
+class Turn:
+    """How a recomputed call of a Layer is treated.
+
+    Attributes:
+        segment: The segment that it belongs to, and its position there.
+        gives_up_outputs: Whether its outputs, too, are recomputed (`_discarded`).
+    """
+
+    segment: tuple[Segment, int] | None = None
+    gives_up_outputs: bool = False
+
+
 class RecomputeLayer(WrappedLayer):
     """A Layer whose every call is a `recompute`; `recompute_wrapper` makes one from a Layer.
 
@@ -78,42 +92,45 @@ class RecomputeLayer(WrappedLayer):
     """
 
     _added: ClassVar[tuple[str, ...]] = (
-        "_recompute_options",
-        "_recompute_name",
-        "_recompute_segment",
-        "_recompute_gives_up_outputs",
-        "_recompute_turns",
+        "_recompute_options", "_recompute_name", "_recompute_turns", "_recompute_next",
         "_recompute_forward_count",
-    )
+    )  # fmt: skip
     _recompute_options: RecomputeOptions
     _recompute_name: str
-    _recompute_segment: tuple[Segment, int] | None
-    _recompute_gives_up_outputs: bool
-    _recompute_turns: Turns | None
+    _recompute_turns: tuple[Turn | None, ...]
+    _recompute_next: int | None
+    """The number of the next turn; None: the only turn is that of every call."""
     _recompute_forward_count: int
 
     def segments_of_calls(self) -> list[Segment | None]:
         """The segment of each recomputed call of a step; None: the call is one by itself."""
-        if self._recompute_turns is not None:
-            return self._recompute_turns.segments()
-        return [self._recompute_segment[0] if self._recompute_segment is not None else None]
+        turns = filter(None, self._recompute_turns)
+        return [turn.segment[0] if turn.segment is not None else None for turn in turns]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Layer's own call, recomputed in the backward."""
         if not is_recomputing():
             self._recompute_forward_count += 1
-        if self._recompute_turns is not None:
-            return self._recompute_turns.run(
-                super().__call__, args, kwargs, self._recompute_options, self._recompute_name
-            )
+        turn = self._recompute_turns[0] if self._recompute_next is None else self._next_turn()
+        if turn is None:
+            return super().__call__(*args, **kwargs)
         return run_recomputed(
             super().__call__,
             args,
             kwargs,
             self._recompute_options,
-            gives_up_outputs=self._recompute_gives_up_outputs,
-            segment=self._recompute_segment,
+            gives_up_outputs=turn.gives_up_outputs,
+            segment=turn.segment,
         )
+
+    def _next_turn(self) -> Turn | None:
+        # Inside a frame both runs must do the same, so there is no counting there.
+        if is_dygraph() and (is_inside_a_frame() or not paddle.is_grad_enabled()):
+            return None
+        assert self._recompute_next is not None
+        turn = self._recompute_turns[self._recompute_next % len(self._recompute_turns)]
+        self._recompute_next += 1
+        return turn
 
 
 class SelectiveLayer(WrappedLayer):
@@ -217,11 +234,21 @@ def wrap(
     options: RecomputeOptions,
     name: str,
     *,
-    segment: tuple[Segment, int] | None = None,
-    gives_up_outputs: bool = False,
-    turns: Turns | None = None,
+    turns: tuple[Turn | None, ...] = (Turn(),),
+    is_planned: bool = False,
 ) -> AnyLayer:
-    """`recompute_wrapper` with all options of the policies."""
+    """`recompute_wrapper` with all options of the policies and of a plan.
+
+    Args:
+        layer: As in `recompute_wrapper`.
+        options: Of `recompute`.
+        name: As in `recompute_wrapper`.
+        turns: How the calls of the Layer are treated; None: as a plain call.
+        is_planned: Whether there is a turn for each call in a step, over and over. The calls that
+            build a graph are counted, which is right as long as every step makes the same calls;
+            otherwise a call gets the treatment of another one, which costs memory or time and
+            changes no number.
+    """
     if isinstance(layer, RecomputeLayer):
         raise SelectionError(
             f"{name or name_of(layer)} is wrapped already; wrapping it twice would run its "
@@ -229,9 +256,8 @@ def wrap(
         )
     layer._recompute_options = options
     layer._recompute_name = name
-    layer._recompute_segment = segment
-    layer._recompute_gives_up_outputs = gives_up_outputs
     layer._recompute_turns = turns
+    layer._recompute_next = 0 if is_planned else None
     layer._recompute_forward_count = 0
     replace_class(layer, RecomputeLayer)
     return layer

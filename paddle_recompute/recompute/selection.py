@@ -19,12 +19,11 @@ from paddle_recompute.errors import RecomputeError, SelectionError
 from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.recompute._auto import find_blocks, is_container
 from paddle_recompute.recompute._first_step import FirstStep
-from paddle_recompute.recompute._fleet import FleetRecomputeLayer, wrap_with_fleet
+from paddle_recompute.recompute._fleet import wrap_with_fleet
 from paddle_recompute.recompute._parts import is_cheap, join, named_parts
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import RecomputeOptions
-from paddle_recompute.recompute.layer import RecomputedFunction, RecomputeLayer
-from paddle_recompute.recompute.treatment import wrap_part
+from paddle_recompute.recompute.treatment import WRAPPED, wrap_part
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -137,7 +136,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     left_out = _inside_another(matches)
     candidates = [name for name in matches if name not in left_out]
     for name in candidates:
-        if isinstance(parts[name], (RecomputeLayer, RecomputedFunction, FleetRecomputeLayer)):
+        if isinstance(parts[name], WRAPPED):
             raise SelectionError(
                 f"checkpoints selects '{name}', which is wrapped already; call its "
                 "unwrap() first, or call apply_recompute only once"
@@ -146,32 +145,22 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     chosen = {name for segment in segments for name in segment}
     left_out.update({name: f"policy {config.policy}" for name in candidates if name not in chosen})
     wrapped = tuple(name for name in candidates if name in chosen)
-    if config.engine == "fleet":
-        _wrap_with_fleet({name: parts[name] for name in candidates if name in chosen}, config)
-        watch = FirstStep(model, {name: parts[name] for name in wrapped}, is_ours=False)
-        return RecomputeReport(wrapped, segments, left_out, (), found, watch)
     cheap = tuple(name for name in wrapped if is_cheap(parts[name]))
-    options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
-    owners = dict(model.named_sublayers(include_self=True))
-    for names in segments:
-        segment = Segment(names) if len(names) > 1 else None
-        for position, name in enumerate(names):
-            joined = (segment, position) if segment is not None else None
-            wrap_part(owners, name, parts[name], options, joined, name in cheap)
+    if config.engine == "fleet":
+        cheap = ()
+        wrap_with_fleet({name: parts[name] for name in wrapped}, config.preserve_rng_state)
+    else:
+        options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
+        owners = dict(model.named_sublayers(include_self=True))
+        for names in segments:
+            segment = Segment(names) if len(names) > 1 else None
+            for position, name in enumerate(names):
+                joined = (segment, position) if segment is not None else None
+                wrap_part(owners, name, parts[name], options, joined, name in cheap)
     now = named_parts(model)[0]  # functions have become `RecomputedFunction`s
-    watch = FirstStep(model, {name: now[name] for name in wrapped}, is_ours=True)
-    return RecomputeReport(wrapped, segments, left_out, cheap, found, watch)
-
-
-def _wrap_with_fleet(parts: dict[str, Any], config: RecomputeConfig) -> None:
-    for name, part in parts.items():
-        if not isinstance(part, paddle.nn.Layer):
-            raise SelectionError(
-                f"engine: fleet wraps Layers, but '{name}' is a function; name its Layer "
-                "in checkpoints, or use engine: paddle_recompute"
-            )
-    for name, part in parts.items():
-        wrap_with_fleet(part, name, preserve_rng_state=config.preserve_rng_state)
+    watched = {name: now[name] for name in wrapped}
+    first_step = FirstStep(model, watched, is_ours=config.engine != "fleet")
+    return RecomputeReport(wrapped, segments, left_out, cheap, found, first_step)
 
 
 def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:
@@ -204,14 +193,6 @@ def layers_matching(model: paddle.nn.Layer, patterns: list[str]) -> list[str]:
 Segments = tuple[tuple[str, ...], ...]
 
 
-def _every(candidates: list[str], config: RecomputeConfig) -> Segments:
-    return tuple((name,) for name in candidates)
-
-
-def _every_n(candidates: list[str], config: RecomputeConfig) -> Segments:
-    return tuple((name,) for name in candidates[:: config.every_n])
-
-
 def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:
     """`config.segments` runs of nearly equal length; sqrt(n) runs minimize the sum of what is kept
     and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1).
@@ -227,8 +208,8 @@ def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:
 
 
 _POLICIES: dict[str, Callable[[list[str], RecomputeConfig], Segments]] = {
-    "all": _every,
-    "every_n": _every_n,
+    "all": lambda candidates, config: tuple((name,) for name in candidates),
+    "every_n": lambda candidates, config: tuple((name,) for name in candidates[:: config.every_n]),
     "segments": _joined,
 }
 

@@ -12,15 +12,18 @@ from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._fleet import FleetRecomputeLayer
 from paddle_recompute.recompute._parts import named_parts
 from paddle_recompute.recompute._segments import Segment
-from paddle_recompute.recompute._turns import Turn, Turns
 from paddle_recompute.recompute.function import RecomputeOptions
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
+    Turn,
     WrappedLayer,
     wrap,
     wrap_scope,
 )
+
+WRAPPED = (RecomputeLayer, RecomputedFunction, FleetRecomputeLayer)
+"""The parts that are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,15 @@ def treat_calls(
         preserve_rng_state: As in `recompute`.
     """
     layers = dict(model.named_sublayers(include_self=True))
-    turns: dict[str, list[Turn]] = {}
+    turns: dict[str, list[Turn | None]] = {name: [None] * num for name, num in num_calls.items()}
     for unit in units:
         segment = Segment(unit.layers) if len(unit.layers) > 1 else None
         for position, (name, call) in enumerate(zip(unit.layers, unit.calls, strict=True)):
-            own = turns.setdefault(name, [Turn(recomputed=False)] * num_calls[name])
-            own[call] = Turn(segment=(segment, position) if segment is not None else None)
+            turns[name][call] = Turn((segment, position) if segment is not None else None)
     options = RecomputeOptions(preserve_rng_state)
     for name, own in turns.items():
-        wrap(layers[name], options, name, turns=Turns(tuple(own)))
+        if any(own):
+            wrap(layers[name], options, name, turns=tuple(own), is_planned=True)
 
 
 def wrap_part(
@@ -77,7 +80,7 @@ def wrap_part(
     if cheap:
         wrap_scope(owner)
     if isinstance(part, paddle.nn.Layer):
-        wrap(part, options, name, segment=segment, gives_up_outputs=cheap)
+        wrap(part, options, name, turns=(Turn(segment, cheap),))
     else:
         setattr(owner, attribute, RecomputedFunction(part, options, name))
 
@@ -85,7 +88,7 @@ def wrap_part(
 def is_treated(model: paddle.nn.Layer) -> str | None:
     """The name of the first part of `model` that is wrapped already; None if none is."""
     for name, part in named_parts(model)[0].items():
-        if isinstance(part, (RecomputeLayer, RecomputedFunction, FleetRecomputeLayer)):
+        if isinstance(part, WRAPPED):
             return name
     return None
 

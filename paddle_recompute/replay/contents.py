@@ -9,77 +9,56 @@ import paddle
 
 
 class Held:
-    """A tensor with a graph, held without its graph.
+    """A tensor with a graph, held without its graph, or a tuple that contains such tensors.
 
     Otherwise a place that is assigned in every step would link each graph to the one before.
     """
 
-    __slots__ = ("_original", "_value")
+    __slots__ = ("_kind", "_original", "_value")
 
-    def __init__(self, tensor: paddle.Tensor) -> None:
-        self._original = weakref.ref(tensor)
-        self._value = _without_graph(tensor)
+    def __init__(self, value: Any) -> None:
+        self._kind = type(value)
+        if isinstance(value, tuple):
+            self._value: Any = [*map(hold, value)]
+        else:
+            self._original = weakref.ref(value)
+            self._value = value.detach()
+            self._value.stop_gradient = value.stop_gradient
 
-    def is_(self, now: object) -> bool:
-        """Whether `now` is the tensor itself."""
+    def is_(self, now: Any) -> bool:
+        """Whether `now` is the tensor itself, or a tuple of the same objects."""
+        if isinstance(self._value, list):
+            is_like = type(now) is self._kind and len(now) == len(self._value)
+            return is_like and all(map(is_same, self._value, now))
         return now is not None and self._original() is now
 
-    def get(self) -> paddle.Tensor:
-        """The tensor, or its value if nobody else holds it."""
+    def get(self) -> Any:
+        """The tensor, or its value if nobody else holds it; a tuple of these."""
+        if isinstance(self._value, list):
+            items = [content_of(item) for item in self._value]
+            return self._kind(*items) if hasattr(self._kind, "_fields") else self._kind(items)
         original = self._original()
         return self._value if original is None else original
-
-
-class HeldTuple:
-    """A tuple that contains such tensors; `is_` and `get` as of `Held`."""
-
-    __slots__ = ("_items", "_kind")
-
-    def __init__(self, value: tuple[Any, ...]) -> None:
-        self._kind = type(value)
-        self._items = [hold(item) for item in value]
-
-    def is_(self, now: object) -> bool:
-        return (
-            isinstance(now, self._kind)
-            and len(now) == len(self._items)
-            and all(map(is_same, self._items, now))
-        )
-
-    def get(self) -> tuple[Any, ...]:
-        items = [content_of(item) for item in self._items]
-        return self._kind(*items) if hasattr(self._kind, "_fields") else self._kind(items)
-
-
-_HELD = (Held, HeldTuple)
 
 
 def hold(value: Any) -> Any:
     """What to keep instead of `value`: without graph, if it is a tensor, or a tuple of some."""
     if isinstance(value, paddle.Tensor):
         return value if value.is_leaf else Held(value)
-    if isinstance(value, tuple) and any(not _is_leaf(item) for item in value):
-        return HeldTuple(value)
-    return value
+    return Held(value) if isinstance(value, tuple) and not _is_leaf(value) else value
 
 
 def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, (paddle.Tensor, tuple)) or (
-        value.is_leaf if isinstance(value, paddle.Tensor) else all(map(_is_leaf, value))
-    )
-
-
-def _without_graph(tensor: paddle.Tensor) -> paddle.Tensor:
-    detached = tensor.detach()
-    detached.stop_gradient = tensor.stop_gradient
-    return detached
+    if isinstance(value, paddle.Tensor):
+        return bool(value.is_leaf)
+    return not isinstance(value, tuple) or all(map(_is_leaf, value))
 
 
 def content_of(held: Any) -> Any:
     """The value that `hold` was given; if nobody else holds it, one with the same memory."""
-    return held.get() if isinstance(held, _HELD) else held
+    return held.get() if isinstance(held, Held) else held
 
 
 def is_same(held: Any, now: Any) -> bool:
     """Whether `now` is the object that `hold` was given."""
-    return held is now or (isinstance(held, _HELD) and held.is_(now))
+    return held is now or (isinstance(held, Held) and held.is_(now))

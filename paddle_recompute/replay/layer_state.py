@@ -311,39 +311,28 @@ def _guard(layer: paddle.nn.Layer, written: AbstractSet[int], undo: Undo) -> Non
     and the function may not use the parameters that it changed.
     """
     parameters = own_parameters(layer)
-    changed = {
-        name: _ChangedParameter(parameter)
-        for name, parameter in dict.items(parameters)
-        if id(parameter) in written
-    }
+    changed = {name for name, one in dict.items(parameters) if id(one) in written}
     if changed:
         set_own_parameters(layer, _Guarded(parameters, changed))
         undo.append(functools.partial(set_own_parameters, layer, parameters))
 
 
-class _ChangedParameter:
-    def __init__(self, parameter: paddle.Tensor) -> None:
-        self._parameter = parameter
-
-    def refuse(self) -> None:
-        raise RecomputeError(
-            f"the parameter '{self._parameter.name}' ({list(self._parameter.shape)}) was changed "
-            "between the forward and the backward (by an optimizer, set_value, set_state_dict or "
-            "in place), so the forward cannot be repeated. Run the backward before the change."
-        )
-
-
 class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
     """A dict of parameters, some of which raise when they are read."""
 
-    def __init__(self, parameters: dict[str, Any], changed: dict[str, _ChangedParameter]) -> None:
+    def __init__(self, parameters: dict[str, Any], changed: AbstractSet[str]) -> None:
         super().__init__(parameters)
         self._changed = changed
 
     def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
         if name in self._changed:
-            self._changed[name].refuse()
-        return super().__getitem__(name)
+            raise RecomputeError(
+                f"the parameter '{parameter.name}' ({list(parameter.shape)}) was changed between "
+                "the forward and the backward (by an optimizer, set_value, set_state_dict or in "
+                "place), so the forward cannot be repeated. Run the backward before the change."
+            )
+        return parameter
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if super().__contains__(name) else default

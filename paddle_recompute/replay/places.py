@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import paddle
 
 from paddle_recompute._paddle.layers import MEMBER_DICTS, is_parameter
-from paddle_recompute.replay.contents import Held, HeldTuple, content_of, hold, is_same
+from paddle_recompute.replay.contents import Held, content_of, hold, is_same
 
 FLAG = "training"
 """The train/eval flag of a Layer."""
@@ -129,10 +129,8 @@ def _is_own_state(before: Any, now: Any) -> bool:
 
 def _is_data(value: Any) -> bool:
     """Whether `value` holds no tensor, and no object that could: numbers, text, dtypes, shapes."""
-    if isinstance(value, paddle.Tensor | Held):
+    if isinstance(value, paddle.Tensor | Held):  # a `Held` contains a tensor
         return False
-    if isinstance(value, HeldTuple):
-        value = value.get()
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_is_data, value))
     if isinstance(value, dict):

@@ -41,9 +41,7 @@ _ON_BOTH = {
 }
 _ON_26 = {
     "tests/recompute/test_lifetime.py": _NOT_COUNTED,
-    "tests/recompute/test_nesting.py::test_nesting_lowers_the_peak": _NOT_COUNTED,
     "tests/recompute/test_offload.py::test_disk_holds_no_input_in_memory": _NOT_COUNTED,
-    "tests/recompute/test_offload.py::test_disk_lowers_the_peak": _NOT_COUNTED,
     "tests/contrastive/test_grad_cache_memory.py": _NOT_COUNTED,
     "tests/grad_sync/test_gradient_sync.py": _NO_BFLOAT16,
     "tests/train_step/test_train_step.py::"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import paddle
 import pytest
@@ -24,17 +20,3 @@ def _start_clean_and_leave_clean() -> Iterator[None]:
     # Paddle allows one pair at a time: this raises if a test, or recompute, left one behind.
     with paddle.autograd.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         pass
-
-
-@pytest.fixture(scope="session")
-def peaks() -> dict[str, int]:
-    """The peak bytes of every step in ``tests/recompute/peaks.py``."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.recompute.peaks"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=Path(__file__).parents[2],
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])

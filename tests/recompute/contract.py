@@ -133,6 +133,21 @@ def case(
     return register
 
 
+def assert_as_plain(
+    outcome: Callable[[Any], Any], ours: Any = recompute, plainly: Any = plain
+) -> None:
+    """What ``outcome(ours)`` returns is what ``outcome(plainly)`` does, bit by bit."""
+    found: list[Seen] = []
+    for given in (plainly, ours):
+        with clean_streams():
+            found.append(dict(seen(outcome(given))))
+            found[-1].update(state_of_the_process())
+    wanted, now = found
+    assert any(v is not None for place, v in wanted.items() if place.startswith("grad of "))
+    lines = differences(now, wanted)
+    assert not lines, "\n".join(lines)
+
+
 # ------------------------------------------------------------------------------ what can be seen
 
 

@@ -42,9 +42,9 @@ def of_config(**settings: Any) -> Callable[[paddle.nn.Layer, paddle.Tensor], pad
     return forward
 
 
-def each_block(model: paddle.nn.Layer, x: paddle.Tensor, **options: Any) -> paddle.Tensor:
+def each_block(model: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
     for layer in model:
-        x = recompute(layer, x, **options)
+        x = recompute(layer, x)
     return x
 
 
@@ -82,11 +82,6 @@ STEPS: dict[str, Callable[[paddle.nn.Layer, paddle.Tensor], paddle.Tensor]] = {
     "plain": lambda model, x: model(x),
     "Paddle's own": paddles_own,
     "each block": each_block,
-    "each block, host": lambda model, x: each_block(model, x, offload="host"),
-    "each block, disk": lambda model, x: each_block(model, x, offload="disk"),
-    "each block, values compared": lambda model, x: each_block(
-        model, x, determinism_check="values"
-    ),
     "halves": halves,
     "halves of blocks": each_block_in_halves,
     "wrapped blocks": of_config(),

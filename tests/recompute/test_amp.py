@@ -10,10 +10,8 @@ import contextlib
 from typing import Any
 
 import paddle
-import pytest
 from paddle.base import core
 
-from paddle_recompute import recompute
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from tests.recompute.contract import Run, Seen, case, leaf
 
@@ -67,11 +65,6 @@ def test_lists(run: Run) -> Seen:
     return step(run, amp(O1, white=("tanh", "softmax")), contextlib.nullcontext())
 
 
-@case("AMP off in the forward, on in the backward")
-def test_on_in_the_backward(run: Run) -> Seen:
-    return step(run, contextlib.nullcontext(), amp(O1))
-
-
 @case("one AMP state in the forward, another in the backward")
 def test_another_in_the_backward(run: Run) -> Seen:
     return step(run, amp(O1, "bfloat16"), amp(O2, "float16"))
@@ -98,36 +91,3 @@ def test_switched_inside(run: Run) -> Seen:
 
     run(function, x * 2).sum().backward()
     return {"x": x, "block": block, "states": [block.states[0], block.states[-1]]}
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_second_forward_was_there_to_see_it(level: str) -> None:
-    block = Watching()
-    with amp(getattr(core.AmpLevel, level)):
-        y = recompute(block, leaf(3, 4))
-    y.sum().backward()
-    assert len(block.states) == 2 and block.states[0] == block.states[1]
-    assert block.states[0][0] == f"AmpLevel.{level}" and state()[0] == "AmpLevel.O0"
-
-
-def test_bfloat16_parameters() -> None:
-    gradients = []
-    for call in (lambda f, x: f(x), recompute):
-        paddle.seed(1)
-        weight = leaf(4, dtype="bfloat16")
-        x = leaf(3, 4, dtype="bfloat16")
-        call(lambda x, weight=weight: x * weight * x, x).astype("float32").sum().backward()
-        assert weight.grad.dtype == x.grad.dtype == paddle.bfloat16
-        gradients.append((x.grad.numpy().tolist(), weight.grad.numpy().tolist()))
-    assert gradients[0] == gradients[1]
-
-
-def test_a_scaled_loss() -> None:
-    """What GradScaler does to a loss (it is off on a CPU): a factor, exact for a power of two."""
-    gradients = []
-    for scale in (1.0, 1024.0):
-        paddle.seed(1)
-        x, linear = leaf(3, 4), paddle.nn.Linear(4, 4)
-        (recompute(linear, x).tanh().sum() * scale).backward()
-        gradients.append((linear.weight.grad / scale).numpy().tolist())
-    assert gradients[0] == gradients[1]

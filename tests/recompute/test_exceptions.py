@@ -11,16 +11,7 @@ from paddle.nn import functional as F
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import is_recomputing
-from tests.recompute.contract import (
-    Run,
-    Seen,
-    case,
-    clean_streams,
-    differences,
-    leaf,
-    seen,
-    state_of_the_process,
-)
+from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf
 
 
 class Odd(Exception):
@@ -64,28 +55,25 @@ class Chain(paddle.nn.Layer):
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["left out", "called again"])
-@pytest.mark.parametrize("bad", [{0}, {1}, {2}, {3}, {1, 2}, {0, 3}, {0, 1, 2, 3}], ids=str)
+@pytest.mark.parametrize("bad", [{0}, {1, 2}, {0, 1, 2, 3}], ids=str)
 @pytest.mark.parametrize("policy", ["segments", "all"])
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_a_block_of_a_segment(bad: set[int], again: bool, policy: Any, retain_graph: bool) -> None:
-    results = []
-    for enable in (False, True):
-        with clean_streams():
-            model = Chain([{0} if number in bad else set() for number in range(4)], again)
-            apply_recompute(
-                model,
-                RecomputeConfig(enable=enable, checkpoints=["blocks.*"], policy=policy),
-            )
-            x, outputs = leaf(5, 4), []
-            for _ in range(3):  # the first of which is odd
-                outputs.append(model(x * 2))
-                loss = outputs[-1].square().sum()
-                loss.backward(retain_graph=retain_graph)
-                if retain_graph:
-                    loss.backward()
-            found = {"x": x, "model": model, "outputs": outputs}
-            results.append({**dict(seen(found)), **state_of_the_process()})
-    assert not differences(results[1], results[0])
+
+    def outcome(enable: bool) -> Seen:
+        model = Chain([{0} if number in bad else set() for number in range(4)], again)
+        config = RecomputeConfig(enable=enable, checkpoints=["blocks.*"], policy=policy)
+        apply_recompute(model, config)
+        x, outputs = leaf(5, 4), []
+        for _ in range(3):  # the first of which is odd
+            outputs.append(model(x * 2))
+            loss = outputs[-1].square().sum()
+            loss.backward(retain_graph=retain_graph)
+            if retain_graph:
+                loss.backward()
+        return {"x": x, "model": model, "outputs": outputs}
+
+    assert_as_plain(outcome, True, False)
 
 
 @case("a block raises, its caller goes on without it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import types
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from paddle import Tensor
 
 from paddle_recompute import recompute
 from paddle_recompute.replay.reach import Reach
-from tests.recompute.contract import leaf
+from tests.recompute.contract import Run, Seen, assert_as_plain, clean_streams, leaf, plain
 
 linear = paddle.nn.functional.linear
 
@@ -25,36 +26,26 @@ def noisy(x: Tensor) -> Tensor:
     return x * paddle.full([4], np.random.rand() * random.random())
 
 
-class Plain(paddle.nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = paddle.nn.Linear(4, 4)
-        self.norm = paddle.nn.BatchNorm1D(4)
-        self.dropout = paddle.nn.Dropout(0.5)
+def check(block: Callable[[Tensor], Tensor]) -> None:
+    """It computes what the plain call does; `block` must draw from NumPy's stream."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return paddle.nn.functional.gelu(self.dropout(self.norm(self.linear(x)))) + x.square()
-
-
-def check(block: Callable[[Tensor], Tensor], x: Tensor | None = None) -> None:
-    """The gradient is that of the plain call; `block` must draw."""
-    gradients, ends = [], []
-    for run in (lambda f, x: f(x), recompute):
-        paddle.seed(1), np.random.seed(1), random.seed(1)  # type: ignore[func-returns-value]
+    def outcome(run: Run) -> Seen:
         x = leaf(3, 4)
         run(block, x * 2).square().sum().backward()
-        gradients.append(x.grad.numpy())
-        ends.append((np.random.rand(), random.random()))
-    assert gradients[0].tobytes() == gradients[1].tobytes()
-    assert ends[0] == ends[1]
-    np.random.seed(1)
-    assert np.random.rand() != ends[0][0]
+        return {"x": x}
+
+    assert_as_plain(outcome)
+    with clean_streams():
+        before = np.random.rand()
+    with clean_streams():
+        outcome(plain)
+        assert np.random.rand() != before
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        Plain,
+        lambda: paddle.nn.Sequential(paddle.nn.BatchNorm1D(2), paddle.nn.Dropout(0.5)),
         lambda: paddle.nn.TransformerEncoderLayer(4, 2, 8),
         lambda: paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.GELU()),
     ],
@@ -62,7 +53,7 @@ def check(block: Callable[[Tensor], Tensor], x: Tensor | None = None) -> None:
 def test_they_are_not_read_for_layers_of_paddle(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block, x = make(), leaf(2, 4) if make is Plain else leaf(2, 2, 4)
+    block, x = make(), leaf(2, 2, 4)
     reads: list[None] = []
     monkeypatch.setattr(np.random, "get_state", lambda *_: reads.append(None))
     monkeypatch.setattr(random, "getstate", lambda: reads.append(None))
@@ -70,46 +61,101 @@ def test_they_are_not_read_for_layers_of_paddle(
     assert not reads
 
 
-def through_a_global(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return noisy
+def by_an_import(x: Tensor) -> Tensor:
+    from numpy import random as stream
+
+    return x * paddle.full([4], stream.rand())
 
 
-def through_numpy_functions(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda x: x * paddle.full([4], drawn_from_numpy() * drawn_from_python())
+def by_getattr(x: Tensor, names: tuple[str, str] = ("random", "rand")) -> Tensor:
+    return x * paddle.full([4], getattr(getattr(np, names[0]), names[1])())
 
 
-def through_a_closure(monkeypatch: pytest.MonkeyPatch) -> Any:
-    draw = np.random.rand
-    return lambda x: x * paddle.full([4], draw())
+def by_an_argument(x: Tensor, draw: Any = np.random.rand) -> Tensor:
+    return x * paddle.full([4], draw())
 
 
-def through_an_import(monkeypatch: pytest.MonkeyPatch) -> Any:
+TOOLS = types.SimpleNamespace(draw=np.random.rand)
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a global": noisy,
+    "functions of NumPy": lambda x: x * paddle.full([4], drawn_from_numpy() * drawn_from_python()),
+    "an object": lambda x: x * paddle.full([4], TOOLS.draw()),
+    "a closure": (lambda draw: lambda x: x * paddle.full([4], draw()))(np.random.rand),
+    "an import": by_an_import,
+    "getattr": by_getattr,
+    "an argument": by_an_argument,
+}
+
+
+@pytest.mark.parametrize("way", FUNCTIONS)
+def test_functions_that_draw_from_them(way: str) -> None:
+    check(FUNCTIONS[way])
+
+
+class WithMembers(paddle.nn.Layer):
+    """Members that draw, whose code can be read or not."""
+
+    drawn = staticmethod(np.random.rand)
+    also_drawn = classmethod(functools.partial(lambda scale, _: scale * np.random.rand(), 3))
+
+    @property
+    def noise(self) -> float:
+        return random.random() + float(np.random.rand())
+
+    def noisy(self, x: Tensor) -> Tensor:
+        return noisy(x)
+
+    def __add__(self, x: Tensor) -> Tensor:
+        return noisy(x)
+
+
+MEMBERS: dict[str, Callable[[WithMembers, Tensor], Tensor]] = {
+    "a property": lambda layer, x: x * layer.noise,
+    "another method": lambda layer, x: layer.noisy(x),
+    "a special method": lambda layer, x: layer + x,
+    "a function of NumPy": lambda layer, x: x * float(layer.drawn()),
+    "a partial": lambda layer, x: x * float(layer.also_drawn()),
+}
+
+
+@pytest.mark.parametrize("way", MEMBERS)
+def test_members_of_a_layer_that_draw_from_them(way: str) -> None:
+    class Parent(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child, self._act = WithMembers(), MEMBERS[way]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self._act(self.child, x)
+
+    check(Parent())
+
+
+class Activated(paddle.nn.Layer):
+    """A constant of its class is None until somebody sets it."""
+
+    activation: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() if self.activation is None else self.activation(x)
+
+
+def through_a_constant_that_becomes_a_method(monkeypatch: pytest.MonkeyPatch) -> Any:
+    recompute(Activated(), leaf(3, 4)).sum().backward()
+    monkeypatch.setattr(Activated, "activation", lambda self, x: noisy(x))
+    return Activated()
+
+
+def through_a_function_that_appears_in_paddle(monkeypatch: pytest.MonkeyPatch) -> Any:
+    functional = paddle.nn.functional
+
     def block(x: Tensor) -> Tensor:
-        from numpy import random as stream
+        return functional.first(x) if hasattr(functional, "first") else functional.second(x)
 
-        return x * paddle.full([4], stream.rand())
-
-    return block
-
-
-def through_an_object(monkeypatch: pytest.MonkeyPatch) -> Any:
-    tools = types.SimpleNamespace(draw=np.random.rand)
-    return lambda x: x * paddle.full([4], tools.draw())
-
-
-def through_getattr(monkeypatch: pytest.MonkeyPatch) -> Any:
-    names = ["random", "rand"]
-
-    def block(x: Tensor) -> Tensor:
-        return x * paddle.full([4], getattr(getattr(np, names[0]), names[1])())
-
-    return block
-
-
-def through_an_argument(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def block(x: Tensor, draw: Any = np.random.rand) -> Tensor:
-        return x * paddle.full([4], draw())
-
+    monkeypatch.setattr(functional, "first", lambda x: x.tanh(), raising=False)
+    recompute(block, leaf(3, 4)).sum().backward()
+    monkeypatch.delattr(functional, "first")
+    monkeypatch.setattr(functional, "second", noisy, raising=False)
     return block
 
 
@@ -117,22 +163,6 @@ def through_a_method_of_a_class_of_paddle(monkeypatch: pytest.MonkeyPatch) -> An
     block = paddle.nn.Linear(4, 4)
     recompute(block, leaf(3, 4)).sum().backward()  # what is known of the class is found
     monkeypatch.setattr(paddle.nn.Linear, "forward", lambda self, x: noisy(x) + self.bias)
-    return block
-
-
-def through_another_method_of_it(monkeypatch: pytest.MonkeyPatch) -> Any:
-    layer = paddle.nn.MultiHeadAttention(4, 2)
-    before = paddle.nn.MultiHeadAttention._prepare_qkv
-
-    def block(x: Tensor) -> Tensor:
-        return layer(x.unsqueeze(0)).squeeze(0)
-
-    recompute(block, leaf(3, 4)).sum().backward()
-
-    def prepared(self: Any, query: Tensor, *rest: Any) -> Any:
-        return before(self, noisy(query), *rest)
-
-    monkeypatch.setattr(paddle.nn.MultiHeadAttention, "_prepare_qkv", prepared)
     return block
 
 
@@ -176,27 +206,6 @@ def through_a_hook(monkeypatch: pytest.MonkeyPatch) -> Any:
     return block
 
 
-def through_a_special_method(monkeypatch: pytest.MonkeyPatch) -> Any:
-    class Block(paddle.nn.Layer):
-        def __add__(self, x: Tensor) -> Tensor:
-            return noisy(x)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self + x
-
-    return Block()
-
-
-def through_an_attribute_of_the_class(monkeypatch: pytest.MonkeyPatch) -> Any:
-    class Block(paddle.nn.Layer):
-        draw = np.random.rand
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * paddle.full([4], self.draw())
-
-    return Block()
-
-
 def through_a_layer_that_no_search_finds(monkeypatch: pytest.MonkeyPatch) -> Any:
     class Hidden(paddle.nn.Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -218,10 +227,13 @@ def test_what_draws_from_them_draws_the_same_again(
     check(way(monkeypatch))
 
 
-def test_a_layer_of_paddle_whose_function_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_layer_of_paddle_whose_function_was_replaced(
+    is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     block = paddle.nn.Linear(4, 4)
     assert not Reach(block, ()).may_draw
-    monkeypatch.setattr(
-        paddle.nn.functional, "linear", lambda x, **named: linear(noisy(x), **named)
-    )
+    wraps = functools.wraps(linear) if is_wrapped else lambda function: function
+    drawing = wraps(lambda x, **named: linear(noisy(x), **named))
+    monkeypatch.setattr(paddle.nn.functional, "linear", drawing)
     check(block)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from paddle.nn import functional as F
 
 from paddle_recompute import recompute
 from paddle_recompute.errors import ConfigError, RecomputeError
-from tests.recompute.contract import Run, Seen, case, leaf, loss_of, step, upstream
+from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf, step
 
 
 class Mix(paddle.nn.Layer):
@@ -29,117 +31,35 @@ class Mix(paddle.nn.Layer):
         return self._forward(self.linear, *args, **kwargs)
 
 
-@case("one positional tensor")
-def test_positional(run: Run) -> Seen:
-    return step(run, paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.GELU()), leaf(3, 4))
+def given(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
 
 
-@case("several positional tensors, one without gradient")
-def test_several(run: Run) -> Seen:
-    block = Mix(lambda linear, x, y, z: linear(x * y) + z)
-    return step(run, block, leaf(3, 4), leaf(3, 4, stop_gradient=True), leaf(4))
+def fixed(*shape: int) -> paddle.Tensor:
+    """A tensor without gradient."""
+    return leaf(*shape, stop_gradient=True)
 
 
-@case("keyword arguments")
-def test_keywords_by_name(run: Run) -> Seen:
-    def block(x: paddle.Tensor, scale: Any = None, power: int = 1) -> paddle.Tensor:
-        return (x * scale).tanh() ** power
-
-    return step(run, block, leaf(3, 4), power=2, scale=leaf(3, 4))
+def with_keywords(
+    linear: Any, x: paddle.Tensor, scale: Any = None, power: int = 1
+) -> paddle.Tensor:
+    return linear(x * scale) ** power
 
 
-@case("keyword arguments of a forward(*args, **kwargs)")
-def test_keywords(run: Run) -> Seen:
-    def forward(linear: Any, x: paddle.Tensor, scale: Any = None, power: int = 1) -> paddle.Tensor:
-        return linear(x * scale) ** power
-
-    return step(run, Mix(forward), leaf(3, 4), power=2, scale=leaf(3, 4))
+def of_two(linear: Any, tensors: Any) -> paddle.Tensor:
+    return linear(tensors[0] * tensors[1]).tanh()
 
 
-@case("all arguments by keyword, in another order")
-def test_only_keywords(run: Run) -> Seen:
-    class Scale(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = paddle.nn.Linear(4, 4)
-
-        def forward(self, x: paddle.Tensor, scale: paddle.Tensor) -> paddle.Tensor:
-            return self.linear(x).exp() * scale
-
-    return step(run, Scale(), scale=leaf(3, 4), x=leaf(3, 4))
+def of_nested(linear: Any, x: paddle.Tensor, rest: Any) -> paddle.Tensor:
+    (a, [b, none]), scale = rest["pair"], rest["scale"]
+    assert none is None
+    return linear(x * a) * b * scale
 
 
-@case("a keyword-only argument")
-def test_keyword_only(run: Run) -> Seen:
-    class Scale(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = paddle.nn.Linear(4, 4)
-
-        def forward(self, x: paddle.Tensor, *, scale: paddle.Tensor) -> paddle.Tensor:
-            return self.linear(x) * scale
-
-    return step(run, Scale(), leaf(3, 4), scale=leaf(3, 4))
-
-
-@case("a default argument that is a tensor")
-def test_default(run: Run) -> Seen:
-    scale = leaf(3, 4)
-
-    def block(x: paddle.Tensor, scale: paddle.Tensor = scale, power: int = 2) -> paddle.Tensor:
-        return (x * scale).tanh() ** power
-
-    return {**step(run, block, leaf(3, 4)), "scale": scale}
-
-
-@case("*args and **kwargs")
-def test_variadic(run: Run) -> Seen:
-    def block(*tensors: paddle.Tensor, **named: paddle.Tensor) -> paddle.Tensor:
-        return sum(t.tanh() for t in tensors) + named["b"].exp() - named["a"].exp()
-
-    return step(run, block, leaf(3), leaf(3), a=leaf(3), b=leaf(3))
-
-
-@case("a list of tensors")
-def test_list(run: Run) -> Seen:
-    block = Mix(lambda linear, tensors: linear(tensors[0] * tensors[1]).tanh())
-    return step(run, block, [leaf(3, 4), leaf(3, 4)])
-
-
-@case("a tuple of tensors")
-def test_tuple(run: Run) -> Seen:
-    block = Mix(lambda linear, tensors: linear(tensors[0] * tensors[1]).tanh())
-    return step(run, block, (leaf(3, 4), leaf(3, 4)))
-
-
-@case("a tuple of tensors with and without gradient")
-def test_mixed_tuple(run: Run) -> Seen:
-    block = Mix(lambda linear, tensors: linear(tensors[0] * tensors[1]).tanh())
-    return step(run, block, (leaf(3, 4), leaf(3, 4, stop_gradient=True)))
-
-
-@case("a tuple of a tensor and None")
-def test_tuple_with_none(run: Run) -> Seen:
-    block = Mix(lambda linear, cache, x: linear(x) * cache[0] if cache[1] is None else x)
-    return step(run, block, (leaf(3, 4), None), leaf(3, 4))
-
-
-@case("a dict of tensors")
-def test_dict(run: Run) -> Seen:
-    block = Mix(lambda linear, batch: linear(batch["x"]) * batch["y"])
-    return step(run, block, {"y": leaf(3, 4), "x": leaf(3, 4)})
-
-
-@case("nested lists, tuples and dicts")
-def test_nested(run: Run) -> Seen:
-    def forward(linear: Any, x: paddle.Tensor, rest: Any) -> paddle.Tensor:
-        (a, [b, none]), scale = rest["pair"], rest["scale"]
-        assert none is None
-        return linear(x * a) * b * scale
-
-    block = Mix(forward)
-    rest = {"pair": (leaf(3, 4), [leaf(3, 4), None]), "scale": 0.5}
-    return step(run, block, leaf(3, 4), rest)
+def of_python_values(linear: Any, x: paddle.Tensor, *rest: Any) -> paddle.Tensor:
+    none, factor, activation, shift, flag = rest
+    assert none is None and flag is True
+    return getattr(F, activation)(linear(x)) * factor + paddle.to_tensor(shift)
 
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -152,72 +72,186 @@ class Batch:
     scale: float = 2.0
 
 
-@case("a named tuple")
-def test_named_tuple(run: Run) -> Seen:
-    block = Mix(lambda linear, pair: linear(pair.left) * pair.right.tanh())
-    return step(run, block, Pair(leaf(3, 4), leaf(3, 4)))
+OF_A_LAYER: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "several positional tensors, one without gradient": (
+        lambda linear, x, y, z: linear(x * y) + z,
+        lambda: given(leaf(3, 4), fixed(3, 4), leaf(4)),
+    ),
+    "keyword arguments of a forward(*args, **kwargs)": (
+        with_keywords, lambda: given(leaf(3, 4), power=2, scale=leaf(3, 4)),
+    ),
+    "a list of tensors": (of_two, lambda: given([leaf(3, 4), leaf(3, 4)])),
+    "a tuple of tensors": (of_two, lambda: given((leaf(3, 4), leaf(3, 4)))),
+    "a tuple of tensors with and without gradient": (
+        of_two, lambda: given((leaf(3, 4), fixed(3, 4))),
+    ),
+    "a tuple of a tensor and None": (
+        lambda linear, cache, x: linear(x) * cache[0] if cache[1] is None else x,
+        lambda: given((leaf(3, 4), None), leaf(3, 4)),
+    ),
+    "a dict of tensors": (
+        lambda linear, batch: linear(batch["x"]) * batch["y"],
+        lambda: given({"y": leaf(3, 4), "x": leaf(3, 4)}),
+    ),
+    "nested lists, tuples and dicts": (
+        of_nested,
+        lambda: given(leaf(3, 4), {"pair": (leaf(3, 4), [leaf(3, 4), None]), "scale": 0.5}),
+    ),
+    "a named tuple": (
+        lambda linear, pair: linear(pair.left) * pair.right.tanh(),
+        lambda: given(Pair(leaf(3, 4), leaf(3, 4))),
+    ),
+    "a dataclass": (
+        lambda linear, batch: linear(batch.x).tanh() * batch.scale,
+        lambda: given(Batch(leaf(3, 4), None)),
+    ),
+    "None, numbers, strings, and a NumPy array": (
+        of_python_values,
+        lambda: given(leaf(3, 4), None, 0.5, "gelu", np.float32([1, 2, 3, 4]), True),
+    ),
+    "an integer tensor beside one with gradient": (
+        lambda linear, x, index: paddle.gather(linear(x).tanh(), index),
+        lambda: given(leaf(3, 4), paddle.to_tensor([2, 0, 2])),
+    ),
+    "a boolean mask": (
+        lambda linear, x, mask: paddle.where(mask, linear(x), x).tanh(),
+        lambda: given(leaf(3, 4), paddle.to_tensor([[True], [False], [True]])),
+    ),
+    "no input needs a gradient: a batch of floats": (
+        lambda linear, x: linear(x).tanh(), lambda: given(fixed(3, 4)),
+    ),
+    "no argument at all": (
+        lambda linear: (linear.weight @ linear.weight).tanh() + linear.bias, lambda: given(),
+    ),
+    "the same tensor twice": (
+        lambda linear, a, b: linear(a) * b.exp(), lambda: (lambda x: given(x, x))(leaf(3, 4)),
+    ),
+    "the same tensor by position, by keyword and in a list": (
+        lambda linear, a, b, c=None: linear(a) * b[0].exp() * c if a is c else a,
+        lambda: (lambda x: given(x, [x], c=x))(leaf(3, 4)),
+    ),
+}  # fmt: skip
 
 
-@case("a dataclass")
-def test_dataclass(run: Run) -> Seen:
-    block = Mix(lambda linear, batch: linear(batch.x).tanh() * batch.scale)
-    return step(run, block, Batch(leaf(3, 4), None))
+@case("{what}", what=list(OF_A_LAYER))
+def test_arguments_of_a_layer(run: Run, what: str) -> Seen:
+    forward, make = OF_A_LAYER[what]
+    args, kwargs = make()
+    return step(run, Mix(forward), *args, **kwargs)
+
+
+def scaled(x: paddle.Tensor, scale: Any = None, power: int = 1) -> paddle.Tensor:
+    return (x * scale).tanh() ** power
+
+
+def variadic(*tensors: paddle.Tensor, **named: paddle.Tensor) -> paddle.Tensor:
+    return sum(t.tanh() for t in tensors) + named["b"].exp() - named["a"].exp()
+
+
+def product(x: paddle.Tensor, y: paddle.Tensor) -> paddle.Tensor:
+    return x * y * x
+
+
+OF_A_FUNCTION: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "keyword arguments": (scaled, lambda: given(leaf(3, 4), power=2, scale=leaf(3, 4))),
+    "*args and **kwargs": (variadic, lambda: given(leaf(3), leaf(3), a=leaf(3), b=leaf(3))),
+    "tensors of type float64": (
+        product, lambda: given(leaf(3, 4, dtype="float64"), leaf(4, dtype="float64")),
+    ),
+    "tensors of type bfloat16": (
+        product, lambda: given(leaf(3, 4, dtype="bfloat16"), leaf(4, dtype="bfloat16")),
+    ),
+    "tensors with no dimension": (lambda x, y: (x * y).exp(), lambda: given(leaf(3), leaf())),
+}  # fmt: skip
+
+
+@case("{what}", what=list(OF_A_FUNCTION))
+def test_arguments_of_a_function(run: Run, what: str) -> Seen:
+    function, make = OF_A_FUNCTION[what]
+    args, kwargs = make()
+    return step(run, function, *args, **kwargs)
+
+
+class Scale(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(4, 4)
+
+    def forward(self, x: paddle.Tensor, scale: paddle.Tensor) -> paddle.Tensor:
+        return self.linear(x).exp() * scale
+
+
+class KeywordOnly(Scale):
+    def forward(self, x: paddle.Tensor, *, scale: paddle.Tensor) -> paddle.Tensor:
+        return self.linear(x) * scale
+
+
+@case("all arguments by keyword, in another order")
+def test_only_keywords(run: Run) -> Seen:
+    return step(run, Scale(), scale=leaf(3, 4), x=leaf(3, 4))
+
+
+@case("a keyword-only argument")
+def test_keyword_only(run: Run) -> Seen:
+    return step(run, KeywordOnly(), leaf(3, 4), scale=leaf(3, 4))
+
+
+@case("a default argument that is a tensor")
+def test_default(run: Run) -> Seen:
+    scale = leaf(3, 4)
+
+    def block(x: paddle.Tensor, scale: paddle.Tensor = scale, power: int = 2) -> paddle.Tensor:
+        return (x * scale).tanh() ** power
+
+    return {**step(run, block, leaf(3, 4)), "scale": scale}
 
 
 @case("a tensor inside an object of the user's own")
 def test_opaque_object(run: Run) -> Seen:
-    class Holder:
-        def __init__(self, x: paddle.Tensor) -> None:
-            self.x = x
-
     x = leaf(3, 4)
     block = Mix(lambda linear, holder: linear(holder.x).tanh())
-    return {**step(run, block, Holder(x * 2)), "args": (), "x": x, "layer": block}
+    holder = types.SimpleNamespace(x=x * 2)
+    return {**step(run, block, holder), "args": (), "x": x, "layer": block}
 
 
-@case("None, numbers, strings, and a NumPy array")
-def test_python_values(run: Run) -> Seen:
-    def forward(linear: Any, x: paddle.Tensor, *rest: Any) -> paddle.Tensor:
-        none, factor, activation, shift, flag = rest
-        assert none is None and flag is True
-        return getattr(F, activation)(linear(x)) * factor + paddle.to_tensor(shift)
-
-    return step(run, Mix(forward), leaf(3, 4), None, 0.5, "gelu", np.float32([1, 2, 3, 4]), True)
+TOKENS = [[0, 3], [3, 1]]
 
 
-@case("an integer tensor beside one with gradient")
-def test_integers(run: Run) -> Seen:
-    block = Mix(lambda linear, x, index: paddle.gather(linear(x).tanh(), index))
-    return step(run, block, leaf(3, 4), paddle.to_tensor([2, 0, 2]))
+def chain(*frozen: str) -> paddle.nn.Layer:
+    """Two Linear Layers, of which the parameters whose names begin with `frozen` do not train."""
+    layers = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Tanh(), paddle.nn.Linear(4, 4))
+    for name, parameter in layers.named_parameters():
+        parameter.stop_gradient = name.startswith(frozen)
+    return layers
 
 
-@case("a boolean mask")
-def test_mask(run: Run) -> Seen:
-    block = Mix(lambda linear, x, mask: paddle.where(mask, linear(x), x).tanh())
-    return step(run, block, leaf(3, 4), paddle.to_tensor([[True], [False], [True]]))
+LAYERS: dict[str, tuple[Callable[[], paddle.nn.Layer], Callable[[], paddle.Tensor]]] = {
+    "one positional tensor": (
+        lambda: paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.GELU()),
+        lambda: leaf(3, 4),
+    ),
+    "no input needs a gradient: token ids into an embedding": (
+        lambda: paddle.nn.Sequential(paddle.nn.Embedding(5, 4), paddle.nn.Linear(4, 4)),
+        lambda: paddle.to_tensor(TOKENS),
+    ),
+    "an embedding with sparse gradients": (
+        lambda: paddle.nn.Sequential(paddle.nn.Embedding(5, 4, sparse=True), paddle.nn.Tanh()),
+        lambda: paddle.to_tensor(TOKENS),
+    ),
+    "some frozen parameters": (lambda: chain("0.weight"), lambda: leaf(3, 4)),
+    "all parameters frozen": (lambda: chain(""), lambda: leaf(3, 4)),
+}
 
 
-@case("no input needs a gradient: token ids into an embedding")
-def test_no_input_needs_a_gradient(run: Run) -> Seen:
-    block = paddle.nn.Sequential(paddle.nn.Embedding(5, 4), paddle.nn.Linear(4, 4))
-    return step(run, block, paddle.to_tensor([[0, 3], [3, 1]]))
+@case("{what}", what=list(LAYERS))
+def test_layers(run: Run, what: str) -> Seen:
+    make, make_input = LAYERS[what]
+    return step(run, make(), make_input())
 
 
-@case("no input needs a gradient: a batch of floats")
-def test_no_float_input_needs_a_gradient(run: Run) -> Seen:
-    return step(run, Mix(lambda linear, x: linear(x).tanh()), leaf(3, 4, stop_gradient=True))
-
-
-@case("an embedding with sparse gradients")
-def test_sparse_gradients(run: Run) -> Seen:
-    block = paddle.nn.Sequential(paddle.nn.Embedding(5, 4, sparse=True), paddle.nn.Tanh())
-    return step(run, block, paddle.to_tensor([[0, 3], [3, 1]]))
-
-
-@case("no argument at all")
-def test_no_argument(run: Run) -> Seen:
-    block = Mix(lambda linear: (linear.weight @ linear.weight).tanh() + linear.bias)
-    return step(run, block)
+@case("nothing needs a gradient", has_gradients=False)
+def test_nothing_needs_a_gradient(run: Run) -> Seen:
+    return step(run, chain(""), fixed(3, 4))
 
 
 @case("a parameter as argument")
@@ -230,55 +264,10 @@ def test_parameter(run: Run) -> Seen:
 @case("a parameter as argument, used twice: tied weights")
 def test_tied_weights(run: Run) -> Seen:
     embedding = paddle.nn.Embedding(5, 4)
-    x = embedding(paddle.to_tensor([[0, 3], [3, 1]]))
+    x = embedding(paddle.to_tensor(TOKENS))
     y = run(lambda x, weight: (x.tanh() @ weight.T).exp(), x, embedding.weight)
     y.sum().backward()
     return {"y": y, "embedding": embedding}
-
-
-@case("the same tensor twice")
-def test_same_tensor_twice(run: Run) -> Seen:
-    x = leaf(3, 4)
-    return step(run, Mix(lambda linear, a, b: linear(a) * b.exp()), x, x)
-
-
-@case("the same tensor by position, by keyword and in a list")
-def test_same_tensor_everywhere(run: Run) -> Seen:
-    x = leaf(3, 4)
-    block = Mix(lambda linear, a, b, c=None: linear(a) * b[0].exp() * c if a is c else a)
-    return step(run, block, x, [x], c=x)
-
-
-@case("some frozen parameters")
-def test_some_frozen(run: Run) -> Seen:
-    block = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Tanh(), paddle.nn.Linear(4, 4))
-    block[0].weight.stop_gradient = True
-    return step(run, block, leaf(3, 4))
-
-
-@case("all parameters frozen")
-def test_all_frozen(run: Run) -> Seen:
-    block = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Tanh(), paddle.nn.Linear(4, 4))
-    for parameter in block.parameters():
-        parameter.stop_gradient = True
-    return step(run, block, leaf(3, 4))
-
-
-@case("nothing needs a gradient", has_gradients=False)
-def test_nothing_needs_a_gradient(run: Run) -> Seen:
-    block = paddle.nn.Linear(4, 4)
-    block.weight.stop_gradient = block.bias.stop_gradient = True
-    return step(run, block, leaf(3, 4, stop_gradient=True))
-
-
-@case("tensors of type {dtype}", dtype=["float64", "bfloat16"])
-def test_dtypes(run: Run, dtype: str) -> Seen:
-    return step(run, lambda x, y: x * y * x, leaf(3, 4, dtype=dtype), leaf(4, dtype=dtype))
-
-
-@case("tensors with no dimension")
-def test_no_dimension(run: Run) -> Seen:
-    return step(run, lambda x, y: (x * y).exp(), leaf(3), leaf())
 
 
 @case("a view of another tensor")
@@ -401,24 +390,6 @@ def test_change_in_place_by_the_function_is_refused_by_name() -> None:
         recompute(block, leaf(4), state={"seen": paddle.zeros([4])})
 
 
-def test_change_in_place_before_the_backward_is_refused() -> None:
-    y = leaf(4) * 2
-    out = recompute(lambda y: (y + 1).tanh(), y)
-    y.add_(paddle.ones([4]))
-    with pytest.raises(RecomputeError, match=r"float32\[4\].*changed in place between"):
-        out.sum().backward()
-
-
-def test_an_argument_may_be_rebound_and_freed() -> None:
-    x = leaf(3, 4)
-    y = x * 2
-    out = recompute(paddle.tanh, y)
-    y = y + 1
-    del y
-    out.sum().backward()
-    assert np.allclose(x.grad.numpy(), 2 * (1 - np.tanh(2 * x.numpy()) ** 2), atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -433,23 +404,11 @@ def test_options_that_do_not_exist(options: dict[str, Any], message: str) -> Non
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"preserve_rng_state": True},
-        {"preserve_rng_state": False},
-        {"use_reentrant": True},
-        {"use_reentrant": False},
-        {"use_reentrant": True, "preserve_rng_state": False},
-        {"offload_indices": [0]},
-        {"offload_indices": []},
-    ],
+    [{"use_reentrant": True, "preserve_rng_state": False}, {"offload_indices": [0]}],
     ids=str,
 )
 def test_keywords_of_paddles_own_recompute(options: dict[str, Any]) -> None:
-    gradients = []
-    for call in (lambda f, *args: f(*args), lambda f, *args: recompute(f, *args, **options)):
-        paddle.seed(1)
-        x, layer = leaf(3, 4), paddle.nn.Linear(4, 4)
-        loss_of(call(layer, upstream(x))).backward()
-        gradients.append((x.grad.numpy(), layer.weight.grad.numpy()))
-    for one, other in zip(*gradients, strict=True):
-        assert np.array_equal(one, other)
+    def outcome(run: Run) -> Seen:
+        return step(run, paddle.nn.Linear(4, 4), leaf(3, 4))
+
+    assert_as_plain(outcome, functools.partial(recompute, **options))

@@ -39,49 +39,47 @@ class Other(Scaled):
         return x * self.other * self.weight
 
 
-def another_sublayer(block: paddle.nn.Sequential) -> Callable[[], None]:
-    block[0] = Scaled()
-    return lambda: setattr(block[0], "scale", 9.0)
-
-
-def another_attribute(block: paddle.nn.Sequential) -> Callable[[], None]:
-    block[0].factor, block[0].has_factor = 2.0, True
-    return lambda: setattr(block[0], "factor", 9.0)
-
-
-def another_kind_of_value(block: paddle.nn.Sequential) -> Callable[[], None]:
-    block[0].scale = [2.0]
-    return lambda: block[0].scale.__setitem__(0, 9.0)
-
-
-def another_class(block: paddle.nn.Sequential) -> Callable[[], None]:
-    block[0].__class__ = Other
-    return lambda: setattr(block[0], "other", 9.0)
-
-
-def another_method(block: paddle.nn.Sequential) -> Callable[[], None]:
+def another_method(block: paddle.nn.Sequential) -> None:
     block[0].__class__ = type("Patched", (Scaled,), {})
     recompute(block, paddle.ones([3])).sum().backward()
     type(block[0]).forward = Other.forward
-    return lambda: setattr(block[0], "other", 9.0)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [another_sublayer, another_attribute, another_kind_of_value, another_class, another_method],
-)
-def test_what_changes_between_two_calls_is_found(
-    change: Callable[[paddle.nn.Sequential], Callable[[], None]],
-) -> None:
+Change = Callable[[paddle.nn.Sequential], object]
+CHANGES: dict[str, tuple[Change, Change]] = {
+    "another sublayer": (
+        lambda block: block.__setitem__(0, Scaled()),
+        lambda block: setattr(block[0], "scale", 9.0),
+    ),
+    "another attribute": (
+        lambda block: vars(block[0]).update(factor=2.0, has_factor=True),
+        lambda block: setattr(block[0], "factor", 9.0),
+    ),
+    "another kind of value": (
+        lambda block: setattr(block[0], "scale", [2.0]),
+        lambda block: block[0].scale.__setitem__(0, 9.0),
+    ),
+    "another class": (
+        lambda block: setattr(block[0], "__class__", Other),
+        lambda block: setattr(block[0], "other", 9.0),
+    ),
+    "another method": (another_method, lambda block: setattr(block[0], "other", 9.0)),
+}
+"""What changes between two calls, and then what is read, between forward and backward."""
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_between_two_calls_is_found(what: str) -> None:
+    change, change_again = CHANGES[what]
     block = paddle.nn.Sequential(Scaled())
     for _ in range(2):
         recompute(block, paddle.ones([3])).sum().backward()
-    between = change(block)
+    change(block)
     block.clear_gradients()
     x = paddle.ones([3])
     x.stop_gradient = False
     output = recompute(block, x * x)
-    between()
+    change_again(block)
     output.sum().backward()
     # By the weight it is x * x * 2 of the second forward; by x it is of the first one's graph.
     assert block[0].weight.grad.tolist() == [2.0] * 3

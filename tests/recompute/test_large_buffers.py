@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import paddle
 import pytest
 
 from paddle_recompute import recompute
-from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import layer_state as _layer_state
 from paddle_recompute.replay.layer_state import SMALL_BYTES, same_values
 from tests.recompute.contract import Run, Seen, case, leaf, loss_of
@@ -17,9 +15,8 @@ from tests.recompute.contract import Run, Seen, case, leaf, loss_of
 NUM = SMALL_BYTES  # elements: at least SMALL_BYTES in every dtype
 IS_26 = paddle.__version__.startswith("2.6")
 DTYPES = [
-    "bfloat16", "int8", "complex64", "float16", "uint8", "int16", "complex128", "bool", "int32",
-    "int64", "float32", "float64",
-    *([] if IS_26 else ["float8_e4m3fn", "float8_e5m2"]),
+    "bfloat16", "int8", "complex64", "float16", "int16", "bool", "int64", "float32",
+    *([] if IS_26 else ["float8_e4m3fn"]),
 ]  # fmt: skip
 
 
@@ -100,14 +97,6 @@ def test_changed_by_the_forward(run: Run, how: str) -> Seen:
     return {"x": x, "table": layer.table, "weight": layer.linear.weight}
 
 
-def test_the_large_buffer_is_named() -> None:
-    layer = WithTable("float32")
-    y = recompute(layer, leaf(3, 4))
-    layer.table.set_value(layer.table + 1)
-    with pytest.raises(RecomputeError, match=r"the buffer 'with_table_\d+\.table' \(\[131072\]\)"):
-        y.sum().backward()
-
-
 def test_it_is_compared_by_value_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """That reads a number on the host; afterwards writes are counted."""
     num = 0
@@ -143,17 +132,12 @@ class FunctionalNorm(paddle.nn.Layer):
         return h.tanh() * (self.mean + 1) / (self.variance + 1)
 
 
-@pytest.mark.parametrize("size", [100, 20_000])
-def test_statistics_that_are_written_only_later(size: int) -> None:
+@case("statistics of {size} features that are written only later", size=[100, 20_000], num_listed=0)
+def test_statistics_that_are_written_only_later(run: Run, size: int) -> Seen:
     """A forward that leaves them alone proves nothing of the next one."""
-    gradients = []
-    for call in (lambda layer, x: layer(x), recompute):
-        paddle.seed(0)
-        layer, x = FunctionalNorm(size), paddle.randn([4, size])
-        call(layer, x).sum().backward()
-        layer.weight.clear_gradient(False)
-        layer.updates = True
-        call(layer, x).square().sum().backward()
-        gradients.append((layer.weight.grad.numpy(), layer.mean.numpy(), layer.variance.numpy()))
-    for one, other in zip(*gradients, strict=True):
-        np.testing.assert_array_equal(one, other)
+    layer, x = FunctionalNorm(size), leaf(4, size)
+    run(layer, x).sum().backward()
+    layer.weight.clear_gradient(False)
+    layer.updates = True
+    run(layer, x).square().sum().backward()
+    return {"layer": layer}

@@ -12,17 +12,7 @@ import pytest
 
 from paddle_recompute import RecomputeConfig, RecomputeLayer, apply_recompute, recompute_wrapper
 from paddle_recompute.errors import ConfigError, SelectionError
-from tests.recompute.contract import (
-    Seen,
-    clean_streams,
-    differences,
-    leaf,
-    loss_of,
-    seen,
-    state_of_the_process,
-    upstream,
-)
-from tests.recompute.test_side_effects import Counting
+from tests.recompute.contract import Seen, assert_as_plain, leaf, loss_of, upstream
 
 
 class Block(paddle.nn.Layer):
@@ -45,65 +35,36 @@ class Block(paddle.nn.Layer):
         return self(x) * 2
 
 
-def two_steps(layer: paddle.nn.Layer, *args: Any, **kwargs: Any) -> Seen:
-    found: Seen = {}
-    for _ in range(2):
-        up_args, up_kwargs = upstream((args, kwargs))
-        outputs = layer(*up_args, **up_kwargs)
-        loss_of(outputs).backward()
-        found = {"outputs": outputs, "args": args, "kwargs": kwargs, "layer": layer}
-    return {**dict(seen(found)), **state_of_the_process()}
-
-
 LAYERS: dict[str, Any] = {
     "a block": (Block, lambda: (leaf(6, 4),), {}),
     "a keyword": (Block, lambda: (leaf(6, 4),), {"factor": 0.5}),
-    "Linear": (lambda: paddle.nn.Linear(4, 4), lambda: (leaf(6, 4),), {}),
     "Dropout": (lambda: paddle.nn.Dropout(0.5), lambda: (leaf(6, 4),), {}),
-    "LayerNorm": (lambda: paddle.nn.LayerNorm(4), lambda: (leaf(6, 4),), {}),
     "Embedding": (lambda: paddle.nn.Embedding(4, 4), lambda: (paddle.to_tensor([1, 3]),), {}),
-    "buffers": (lambda: Counting("set_value"), lambda: (leaf(6, 4),), {}),
-    "GRU": (lambda: paddle.nn.GRU(4, 4), lambda: (leaf(2, 3, 4),), {}),
-    "a Transformer block": (
-        lambda: paddle.nn.TransformerEncoderLayer(4, 2, 8, 0.3),
-        lambda: (leaf(2, 3, 4),),
-        {},
-    ),
     "attention": (
         lambda: paddle.nn.MultiHeadAttention(4, 2, 0.3, need_weights=True),
         lambda: (leaf(2, 3, 4),),
         {"attn_mask": None},
     ),
 }
-OPTIONS: list[dict[str, Any]] = [{}, {"offload": "disk"}, {"determinism_check": "values"}]
+OPTIONS: list[dict[str, Any]] = [{}, {"offload": "disk", "determinism_check": "values"}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_two_steps_are_those_of_the_bare_layer(name: str, options: dict[str, Any]) -> None:
     make, inputs, kwargs = LAYERS[name]
-    found = []
-    for wrapped in (False, True):
-        with clean_streams():
-            layer = make()
-            if wrapped:
-                assert recompute_wrapper(layer, **options) is layer
-            found.append(two_steps(layer, *inputs(), **kwargs))
-    plain, recomputed = found
-    assert any(value is not None for place, value in plain.items() if place.startswith("grad of"))
-    assert differences(recomputed, plain) == []
 
+    def outcome(wrapped: bool) -> Seen:
+        layer, args = make(), inputs()
+        if wrapped:
+            assert recompute_wrapper(layer, **options) is layer
+        for _ in range(2):
+            up_args, up_kwargs = upstream((args, kwargs))
+            outputs = layer(*up_args, **up_kwargs)
+            loss_of(outputs).backward()
+        return {"outputs": outputs, "args": args, "layer": layer}
 
-def test_it_does_recompute() -> None:
-    calls = []
-
-    class Noting(paddle.nn.Layer):
-        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-            calls.append(1)
-            return x.tanh()
-
-    recompute_wrapper(Noting())(leaf(3)).sum().backward()
-    assert len(calls) == 2
+    assert_as_plain(outcome, True, False)
 
 
 def names(layer: paddle.nn.Layer) -> dict[str, Any]:
@@ -140,43 +101,6 @@ def test_attributes_and_methods_stay() -> None:
     assert block.double(leaf(6, 4)).shape == [6, 4]
 
 
-def test_train_and_eval_reach_everything() -> None:
-    block = recompute_wrapper(Block())
-    assert block.training
-    block.eval()
-    assert not block.training and not block.dropout.training and not block.norm.training
-    block.train()
-    assert block.training and block.dropout.training
-
-
-def test_state_dicts_go_both_ways() -> None:
-    bare, wrapped = Block(), recompute_wrapper(Block())
-    for source, target in ((bare, wrapped), (wrapped, bare)):
-        source.linear.weight.set_value(leaf(4, 4))
-        missing, unexpected = target.set_state_dict(source.state_dict())
-        assert (missing, unexpected) == ([], [])
-        assert np.array_equal(target.linear.weight.numpy(), source.linear.weight.numpy())
-
-
-def test_saved_weights_load_into_the_bare_layer(tmp_path: Any) -> None:
-    wrapped, bare = recompute_wrapper(Block()), Block()
-    paddle.save(wrapped.state_dict(), str(tmp_path / "weights.pdparams"))
-    bare.set_state_dict(paddle.load(str(tmp_path / "weights.pdparams")))
-    assert np.array_equal(bare.scale.numpy(), wrapped.scale.numpy())
-
-
-def test_casts_and_apply_reach_everything() -> None:
-    block = recompute_wrapper(Block())
-    block.to(dtype="float64")
-    assert block.linear.weight.dtype == paddle.float64
-    reached: list[str] = []
-    block.apply(lambda layer: reached.append(type(layer).__name__))
-    assert {"Linear", "BatchNorm1D", "Dropout"} <= set(reached)
-    out = block(leaf(6, 4, dtype="float64"))
-    out.sum().backward()
-    assert block.scale.grad.dtype == paddle.float64
-
-
 def test_forward_hooks_of_the_layer_run_in_both_forwards() -> None:
     notes: list[str] = []
     block, x = Block(), leaf(6, 4)
@@ -197,25 +121,17 @@ def test_forward_itself_goes_past_the_wrapping() -> None:
 # -------------------------------------------------------------------------------------- copies
 
 
-def pickles(layer: paddle.nn.Layer) -> bool:
+def pickled(layer: paddle.nn.Layer) -> Any:
     try:
-        pickle.dumps(layer)
-    except TypeError:  # Paddle 2.6: cannot pickle 'EagerParamBase' object
-        return False
-    return True
+        return pickle.loads(pickle.dumps(layer))
+    except TypeError:
+        with pytest.raises(TypeError):  # cannot pickle 'EagerParamBase' object
+            pickle.dumps(layer.unwrap())
+        pytest.skip("Paddle 2.6 cannot pickle the bare Layer either")
 
 
-def copies() -> list[Any]:
-    return [
-        pytest.param(copy.deepcopy, id="deepcopy"),
-        pytest.param(lambda layer: pickle.loads(pickle.dumps(layer)), id="pickle"),
-    ]
-
-
-@pytest.mark.parametrize("copied", copies())
-def test_a_copy_is_wrapped_and_independent(copied: Any, request: pytest.FixtureRequest) -> None:
-    if "pickle" in request.node.name and not pickles(Block()):
-        pytest.skip("this Paddle cannot pickle the bare Layer either")
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_is_wrapped_and_independent(copied: Any) -> None:
     block = recompute_wrapper(Block(), offload="disk", name="layers.3")
     block.attribute = [1, 2]
     twin = copied(block)
@@ -235,11 +151,7 @@ def test_a_copy_is_wrapped_and_independent(copied: Any, request: pytest.FixtureR
     assert isinstance(block, RecomputeLayer) and type(twin) is Block
 
 
-def test_a_wrapped_layer_pickles_exactly_where_the_bare_one_does() -> None:
-    assert pickles(recompute_wrapper(Block())) == pickles(Block())
-
-
-@pytest.mark.parametrize("policy", ["all", "every_n", "segments"])
+@pytest.mark.parametrize("policy", ["all", "segments"])
 def test_a_copy_of_a_model_after_a_step(policy: Any) -> None:
     model = paddle.nn.Sequential(*[Block() for _ in range(4)])
     apply_recompute(model, RecomputeConfig(checkpoints=["*"], policy=policy))
@@ -255,8 +167,7 @@ def test_a_copy_of_a_model_after_a_step(policy: Any) -> None:
         gradients.append([x.grad.numpy(), *(p.grad.numpy() for p in one.parameters() if
                                             p.grad is not None)])  # fmt: skip
     assert len(gradients[0]) == len(gradients[1]) > 10
-    for one, other in zip(*gradients, strict=True):
-        assert np.array_equal(one, other)
+    assert all(map(np.array_equal, *gradients))
 
 
 # ------------------------------------------------------------------------- wrapping, unwrapping
@@ -295,17 +206,8 @@ def test_two_layers_of_a_class_do_not_share_options() -> None:
     assert isinstance(other, RecomputeLayer)
 
 
-@pytest.mark.parametrize(
-    "options", [{"offload": "cloud"}, {"determinism_check": "sometimes"}], ids=str
-)
-def test_options_that_do_not_exist_leave_the_layer_bare(options: dict[str, Any]) -> None:
+def test_an_option_that_does_not_exist_leaves_the_layer_bare() -> None:
     block = Block()
     with pytest.raises(ConfigError, match="does not exist"):
-        recompute_wrapper(block, **options)
+        recompute_wrapper(block, offload="cloud")
     assert type(block) is Block
-
-
-def test_data_parallel_sees_the_bare_names() -> None:
-    model = paddle.nn.Sequential(recompute_wrapper(Block()), Block())
-    parallel = paddle.DataParallel(model)
-    assert list(parallel.state_dict()) == list(model.state_dict())

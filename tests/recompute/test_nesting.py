@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
 import pytest
+from paddle.distributed.fleet.utils import recompute as paddles_own
 from paddle.nn import functional as F
 
-from paddle_recompute import RecomputeConfig, apply_recompute, recompute, recompute_wrapper
-from tests.recompute.contract import Run, Seen, case, leaf, plain
+from paddle_recompute import recompute
+from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf, plain
 
 
 class Nest(paddle.nn.Layer):
@@ -60,38 +62,49 @@ def test_two_calls(run: Run, depth: int) -> Seen:
     return {"y": y, "x": x, "block": block}
 
 
-@case("two blocks inside one")
-def test_two_inside_one(run: Run) -> Seen:
-    first, second, x = Nest(1), Nest(1), leaf(6, 4)
+Outer = Callable[[paddle.Tensor], paddle.Tensor]
 
+
+def two_inside_one(run: Run, first: Nest, second: Nest) -> Outer:
+    return lambda x: run(second, run(first, x).tanh()) + run(first, x)
+
+
+def only_nesting(run: Run, first: Nest, second: Nest) -> Outer:
+    return lambda x: run(lambda x: run(first, x), x)
+
+
+def unused(run: Run, first: Nest, second: Nest) -> Outer:
     def outer(x: paddle.Tensor) -> paddle.Tensor:
-        return run(second, run(first, x).tanh()) + run(first, x)
-
-    y = run(outer, x * 2)
-    y.sum().backward()
-    return {"y": y, "x": x, "first": first, "second": second}
-
-
-@case("an inner block that does nothing but call another")
-def test_only_nesting(run: Run) -> Seen:
-    block, x = Nest(1), leaf(6, 4)
-    y = run(lambda x: run(lambda x: run(block, x), x), x * 2)
-    y.sum().backward()
-    return {"y": y, "x": x, "block": block}
-
-
-@case("an inner block whose output is not used")
-def test_inner_output_unused(run: Run) -> Seen:
-    used, unused, x = Nest(1), Nest(1), leaf(6, 4)
-
-    def outer(x: paddle.Tensor) -> paddle.Tensor:
-        y = used(x)
-        run(unused, y)
+        y = first(x)
+        run(second, y)
         return y
 
-    y = run(outer, x * 2)
+    return outer
+
+
+def without_gradients(run: Run, first: Nest, second: Nest) -> Outer:
+    def outer(x: paddle.Tensor) -> paddle.Tensor:
+        with paddle.no_grad():
+            target = run(first, x)
+        return (run(second, x) - target).square()
+
+    return outer
+
+
+OUTER: dict[str, Callable[[Run, Nest, Nest], Outer]] = {
+    "two blocks inside one": two_inside_one,
+    "an inner block that does nothing but call another": only_nesting,
+    "an inner block whose output is not used": unused,
+    "an inner block under no_grad": without_gradients,
+}
+
+
+@case("{what}", what=list(OUTER))
+def test_inner_blocks(run: Run, what: str) -> Seen:
+    first, second, x = Nest(1), Nest(1), leaf(6, 4)
+    y = run(OUTER[what](run, first, second), x * 2)
     y.sum().backward()
-    return {"y": y, "x": x, "used": used, "unused": unused}
+    return {"y": y, "x": x, "first": first, "second": second}
 
 
 @case("an inner block with nested inputs and outputs")
@@ -109,20 +122,6 @@ def test_nested_values(run: Run) -> Seen:
     return {"y": y, "x": x, "scale": scale, "linear": linear}
 
 
-@case("an inner block under no_grad")
-def test_inner_without_gradients(run: Run) -> Seen:
-    teacher, student, x = Nest(1), Nest(1), leaf(6, 4)
-
-    def outer(x: paddle.Tensor) -> paddle.Tensor:
-        with paddle.no_grad():
-            target = run(teacher, x)
-        return (run(student, x) - target).square()
-
-    y = run(outer, x * 2)
-    y.sum().backward()
-    return {"y": y, "x": x, "teacher": teacher, "student": student}
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_forwards_are_counted(depth: int) -> None:
     """Each level runs once more than the one around it: that one's repetition runs it too."""
@@ -131,57 +130,16 @@ def test_forwards_are_counted(depth: int) -> None:
     assert block.counts() == [level + 2 for level in range(depth)]
 
 
-def test_wrapped_layers_in_wrapped_layers() -> None:
-    results = []
-    for wrapped in (False, True):
-        paddle.seed(1)
-        block, x = Nest(3, norm=paddle.nn.BatchNorm1D), leaf(6, 4)
-        if wrapped:
-            recompute_wrapper(block), recompute_wrapper(block.inner)
-            recompute_wrapper(block.inner.inner)
-        block(x).sum().backward()
-        results.append([x.grad.numpy().tolist(), block.inner.inner.norm._mean.numpy().tolist()])
-    assert results[0] == results[1]
-    assert block.counts() == [2, 3, 4]
-
-
-@pytest.mark.parametrize("inner", ["all", "every_n", "segments"])
-def test_recompute_around_a_model_with_recompute(inner: str) -> None:
-    results = []
-    for run in (plain, recompute):
-        paddle.seed(1)
-        blocks = [Nest(1, norm=paddle.nn.BatchNorm1D) for _ in range(4)]
-        model, x = paddle.nn.Sequential(*blocks), leaf(6, 4)
-        if run is recompute:
-            apply_recompute(model, RecomputeConfig(checkpoints=["*"], policy=inner))
-        run(model, x).sum().backward()
-        results.append([x.grad.numpy().tolist(), model[2].norm._mean.numpy().tolist()])
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("ours", ["outside", "inside"])
-def test_together_with_paddles_own(ours: str) -> None:
+@pytest.mark.parametrize(
+    "runs", [(recompute, paddles_own), (paddles_own, recompute)], ids=["outside", "inside"]
+)
+def test_together_with_paddles_own(runs: tuple[Run, Run]) -> None:
     """A model that uses Paddle's recompute inside may be recomputed, and the other way round."""
-    from paddle.distributed.fleet.utils import recompute as paddles_own
 
-    gradients = []
-    for runs in (
-        (plain, plain),
-        (recompute, paddles_own) if ours == "outside" else (paddles_own, recompute),
-    ):
+    def outcome(runs: tuple[Run, Run]) -> Seen:
         outer, inner = runs
-        paddle.seed(1)
         block, x = Nest(1), leaf(6, 4)
+        outer(lambda x: inner(block, x.tanh()).tanh(), x * 2).sum().backward()
+        return {"x": x, "block": block.linear}
 
-        def function(x: paddle.Tensor, block: Any = block, inner: Any = inner) -> paddle.Tensor:
-            return inner(block, x.tanh()).tanh()
-
-        outer(function, x * 2).sum().backward()
-        gradients.append([x.grad.numpy().tolist(), block.linear.weight.grad.numpy().tolist()])
-    assert gradients[0] == gradients[1]
-
-
-def test_nesting_lowers_the_peak(peaks: dict[str, int]) -> None:
-    """8 blocks in two halves: without inner recompute, four blocks' activations come back at
-    once; with it, one block's."""
-    assert peaks["halves of blocks"] < 0.7 * peaks["halves"] < 0.7 * peaks["plain"]
+    assert_as_plain(outcome, runs, (plain, plain))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import tempfile
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,11 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import RecomputeConfig, apply_recompute, recompute
+from paddle_recompute import recompute
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.recompute import _offload, _storage
 from paddle_recompute.recompute._offload import OFFLOADS
-from tests.recompute.contract import leaf, plain
+from tests.recompute.contract import Run, Seen, assert_as_plain, leaf
 
 WIDTH, BATCH = 64, 256
 ACTIVATION = 4 * WIDTH * BATCH
@@ -52,31 +55,21 @@ def block() -> paddle.nn.Layer:
     )
 
 
-def train(offload: str | None, depth: int = 3, **options: Any) -> list[np.ndarray]:
-    """Two steps through a chain of blocks; every gradient at the end."""
-    paddle.seed(1)
-    layers, x = [block() for _ in range(depth)], leaf(BATCH, WIDTH)
-    for _ in range(2):
-        y = x * 2
-        for layer in layers:
-            run = plain if offload == "plain" else recompute
-            y = run(layer, y) if run is plain else run(layer, y, offload=offload, **options)
-        y.square().sum().backward()
-    return [x.grad.numpy(), *(p.grad.numpy() for layer in layers for p in layer.parameters())]
+@pytest.mark.parametrize("offload", ["none", "host", "disk"])
+def test_two_steps_are_those_of_plain_calls(offload: Any) -> None:
+    def outcome(run: Run) -> Seen:
+        layers, x = [block() for _ in range(3)], leaf(BATCH, WIDTH)
+        for _ in range(2):
+            y = x * 2
+            for layer in layers:
+                y = run(layer, y)
+            y.square().sum().backward()
+        return {"x": x, "layers": layers}
+
+    assert_as_plain(outcome, functools.partial(recompute, offload=offload))
 
 
-@pytest.mark.parametrize("offload", [None, "none", "host", "disk"])
-def test_gradients_are_those_of_the_plain_call(offload: str | None) -> None:
-    found, wanted = train(offload), train("plain")
-    assert len(found) == 7
-    for one, other in zip(found, wanted, strict=True):
-        assert np.array_equal(one, other)
-
-
-DTYPES = ["float32", "float64", "float16", "bfloat16", "int32", "int64", "bool", "uint8"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int64", "bool"])
 def test_every_dtype_comes_back_from_disk_bit_by_bit(dtype: str, folder: Path) -> None:
     value = (paddle.randn([5, 3]) * 100).astype(dtype)
     seen = []
@@ -94,45 +87,6 @@ def test_every_shape_comes_back_from_disk(shape: list[int], folder: Path) -> Non
     x = leaf(*shape)
     recompute(paddle.exp, x, offload="disk").sum().backward()
     assert x.grad.shape == shape and np.array_equal(x.grad.numpy(), x.exp().numpy())
-
-
-def test_a_view_comes_back_from_disk(folder: Path) -> None:
-    x = leaf(4, 6)
-    y = x.transpose([1, 0])[1:, ::2]
-    recompute(paddle.tanh, y, offload="disk").sum().backward()
-    wanted = np.zeros([4, 6])
-    wanted[::2, 1:] = 1 - np.tanh(x.numpy()[::2, 1:]) ** 2
-    assert np.allclose(x.grad.numpy(), wanted, atol=1e-6)
-
-
-def test_nested_arguments_go_to_disk(folder: Path) -> None:
-    results = []
-    for offload in (None, "disk"):
-        paddle.seed(1)
-        x, y, ids = leaf(3, 4), leaf(3, 4), paddle.to_tensor([2, 0])
-        out = recompute(
-            lambda batch, ids, scale: batch["x"][ids].tanh() * batch["pair"][0][ids] * scale,
-            {"x": x * 2, "pair": (y * 2, None)},
-            ids,
-            offload=offload,
-            scale=3.0,
-        )
-        out.sum().backward()
-        results.append([x.grad.numpy().tolist(), y.grad.numpy().tolist()])
-    assert results[0] == results[1]
-
-
-def test_nested_blocks_go_to_disk(folder: Path) -> None:
-    def nested(x: paddle.Tensor, layer: paddle.nn.Layer) -> paddle.Tensor:
-        return recompute(layer, recompute(layer, x, offload="disk"), offload="disk")
-
-    gradients = []
-    for outer in (plain, lambda *args: recompute(*args, offload="disk")):
-        paddle.seed(1)
-        layer, x = block(), leaf(4, WIDTH)
-        outer(nested, x * 2, layer).sum().backward()
-        gradients.append(x.grad.numpy())
-    assert np.array_equal(*gradients)
 
 
 def test_parameters_stay_where_they_are(folder: Path) -> None:
@@ -155,15 +109,9 @@ def test_the_file_is_there_between_forward_and_backward_and_gone_after(folder: P
     assert list(folder.iterdir()) == []
 
 
-def test_the_file_is_gone_without_a_backward(folder: Path) -> None:
-    y = recompute(block(), leaf(BATCH, WIDTH) * 2, offload="disk")
-    del y
-    assert spill_files() == [] and list(folder.iterdir()) == []
-
-
 @pytest.mark.parametrize("failing_call", [1, 2])
 def test_the_file_is_gone_after_an_exception(failing_call: int, folder: Path) -> None:
-    calls = []
+    calls: list[Any] = []
 
     def function(x: paddle.Tensor) -> paddle.Tensor:
         calls.append(1)
@@ -184,12 +132,6 @@ def test_the_file_is_gone_after_an_exception(failing_call: int, folder: Path) ->
     while spill_files() and time.monotonic() < deadline:
         gc.collect()  # meanwhile the thread that reads ahead lets go of the file, too
     assert spill_files() == [] and list(folder.iterdir()) == []
-
-
-def test_nothing_is_written_under_no_grad(folder: Path) -> None:
-    with paddle.no_grad():
-        y = recompute(block(), leaf(BATCH, WIDTH), offload="disk")
-    assert spill_files() == [] and y.stop_gradient
 
 
 def test_disk_holds_no_input_in_memory(folder: Path) -> None:
@@ -237,34 +179,6 @@ def test_a_block_with_several_inputs_reads_each_once(
     assert len(reads) == 6 and len(set(reads)) == 6
 
 
-def test_disk_lowers_the_peak(peaks: dict[str, int]) -> None:
-    assert peaks["each block, disk"] < 0.75 * peaks["each block"]
-    if paddle.get_device() == "cpu":
-        assert peaks["each block, host"] == peaks["each block"]
-    else:
-        assert peaks["each block, host"] < 0.75 * peaks["each block"]
-
-
-@pytest.mark.parametrize("offload", ["host", "disk"])
-@pytest.mark.parametrize("policy", ["all", "every_n", "segments"])
-def test_offload_in_a_config(policy: Any, offload: Any, folder: Path) -> None:
-    gradients = []
-    for settings in ({"enable": False}, {"offload": offload, "policy": policy}):
-        paddle.seed(1)
-        model, x = paddle.nn.Sequential(*[block() for _ in range(4)]), leaf(8, WIDTH)
-        apply_recompute(model, RecomputeConfig(checkpoints=["*"], **settings))
-        model(x * 2).sum().backward()
-        gradients.append(x.grad.numpy())
-    assert np.array_equal(*gradients)
-
-
-def test_offload_indices_are_paddles_own_spelling() -> None:
-    x, y = leaf(3, 4), leaf(3, 4)
-    recompute(lambda x, y: (x * y).tanh(), x, y, offload_indices=[1]).sum().backward()
-    wanted = (1 - np.tanh(x.numpy() * y.numpy()) ** 2) * x.numpy()
-    assert np.allclose(y.grad.numpy(), wanted, atol=1e-6)
-
-
 def test_the_tensor_before_is_read_while_one_is_used() -> None:
     storage = OFFLOADS["disk"]
     first, second = storage.keep(paddle.ones([3])), storage.keep(paddle.full([3], 2.0))
@@ -274,3 +188,30 @@ def test_the_tensor_before_is_read_while_one_is_used() -> None:
     done.result()
     assert values.tolist() == [1.0, 1.0, 1.0]
     assert first.load().tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "another"])
+def test_the_thread_that_reads_ahead_keeps_the_memory_that_it_writes_to(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the slot is dropped meanwhile, with its model or because a step has failed."""
+    monkeypatch.setattr(_storage.paddle, "get_device", lambda: device)
+    dropped = threading.Event()
+    kept = []
+
+    def read_into(self: Any, data: memoryview, offset: int) -> None:
+        dropped.wait()
+        kept.append(is_alive() is not None)
+
+    monkeypatch.setattr(_storage._File, "read_into", read_into)
+    slot = _storage.slots("disk", None)()
+    slot.write(paddle.arange(1000.0))
+    slot.prefetch()
+    is_alive = weakref.ref(slot._arriving[0])  # a Tensor of the CPU, or else an array
+    del slot
+    gc.collect()
+    dropped.set()
+    _storage._reader.submit(int).result()  # what was under way is over
+    assert kept == [True]
+    gc.collect()
+    assert is_alive() is None

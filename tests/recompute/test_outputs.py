@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import paddle
-import pytest
 
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute
-from tests.recompute.contract import Run, Seen, case, leaf, loss_of, step
+from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf, loss_of, step
 from tests.recompute.test_inputs import Mix
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -63,20 +62,23 @@ def test_mask_passed_through(run: Run) -> Seen:
     return {**found, "is it the same object": found["outputs"][1] is mask}
 
 
-@case("an integer input passed through")
-def test_integers_passed_through(run: Run) -> Seen:
-    ids = paddle.to_tensor([2, 0, 1])
-    return step(run, Mix(lambda linear, x, ids: (linear(x)[ids], ids)), leaf(3, 4), ids)
+PASSED: dict[str, tuple[Any, Any]] = {
+    "an integer input passed through": (
+        lambda linear, x, ids: (linear(x)[ids], ids),
+        lambda: (leaf(3, 4), paddle.to_tensor([2, 0, 1])),
+    ),
+    "an input with gradient passed through": (
+        lambda linear, x: (linear(x).tanh(), x),
+        lambda: (leaf(3, 4),),
+    ),
+    "nothing but an input passed through": (lambda linear, x: x, lambda: (leaf(3, 4),)),
+}
 
 
-@case("an input with gradient passed through")
-def test_input_passed_through(run: Run) -> Seen:
-    return step(run, Mix(lambda linear, x: (linear(x).tanh(), x)), leaf(3, 4))
-
-
-@case("nothing but an input passed through")
-def test_identity(run: Run) -> Seen:
-    return step(run, paddle.nn.Identity(), leaf(3, 4))
+@case("{what}", what=list(PASSED))
+def test_passed_through(run: Run, what: str) -> Seen:
+    forward, make_inputs = PASSED[what]
+    return step(run, Mix(forward), *make_inputs())
 
 
 @case("a parameter returned")
@@ -177,20 +179,15 @@ def test_chain(run: Run, n: int) -> Seen:
 
 def test_an_output_keeps_its_place_in_the_plain_graph() -> None:
     """The operator that made the output is in the graph itself, not hidden in a node."""
-    from paddle_recompute import recompute
-
     y = recompute(lambda x: x.tanh(), leaf(3) * 2)
     assert "Tanh" in y.grad_fn.name()
 
 
-@pytest.mark.parametrize("shape", list(SHAPES))
-def test_containers_are_the_functions_own(shape: str) -> None:
-    from paddle_recompute import recompute
-
-    made = []
+def test_containers_are_the_functions_own() -> None:
+    made: list[Any] = []
 
     def function(x: paddle.Tensor) -> Any:
-        made.append(SHAPES[shape](x.tanh()))
+        made.append(SHAPES["nested containers"](x.tanh()))
         return made[-1]
 
     assert recompute(function, leaf(3, 4)) is made[0]
@@ -214,15 +211,15 @@ class PassedOn(paddle.nn.Layer):
 
 
 def test_an_argument_that_a_cheap_part_returns_may_come_again() -> None:
-    results = []
-    for enable in (False, True):
-        paddle.seed(1)
-        model, x = PassedOn(), paddle.randn([3, 4])
+
+    def outcome(enable: bool) -> Seen:
+        model, x = PassedOn(), leaf(3, 4)
         apply_recompute(model, RecomputeConfig(enable=enable, checkpoints=["first", "second"]))
         for _ in range(3):
             model(x).sum().backward()
-        results.append([parameter.grad.numpy().tobytes() for parameter in model.parameters()])
-    assert results[0] == results[1]
+        return {"x": x, "model": model}
+
+    assert_as_plain(outcome, True, False)
 
 
 def test_an_output_that_a_cheap_part_has_given_up_serves_after_its_backward() -> None:

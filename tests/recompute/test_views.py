@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import paddle
 import pytest
 
-from paddle_recompute._paddle.saved_tensors import look_of, with_layout
 from paddle_recompute.recompute import recompute
-from tests.recompute.contract import Run, Seen, case, leaf, plain, step
+from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf, plain, step
 
 View = Callable[[paddle.Tensor], paddle.Tensor]
 
@@ -18,22 +18,13 @@ VIEWS: dict[str, View] = {
     "transposed": lambda h: h.transpose([1, 0, 2]),
     "all turned": lambda h: h.transpose([2, 1, 0]),
     "without the first": lambda h: h[1:],
-    "columns": lambda h: h[:, 1:],
-    "every second": lambda h: h[:, ::2],
     "one row": lambda h: h[:, 1],
-    "one element": lambda h: h[1, 2, 3],
     "real part": lambda h: paddle.real(paddle.complex(h, h * 2)),
     "imaginary part": lambda h: paddle.imag(paddle.complex(h, h * 2)),
-    "diagonal": lambda h: paddle.diagonal(h, axis1=1, axis2=2),
     "split": lambda h: paddle.split(h, 2, axis=-1)[1],
-    "chunk of the middle": lambda h: paddle.chunk(h, 3, axis=1)[1],
-    "unbound": lambda h: paddle.unbind(h, axis=1)[2],
     "expanded": lambda h: h[:, :1].expand([4, 6, 4]),
     "reshaped after a turn": lambda h: h.transpose([1, 0, 2]).reshape([6, -1]),
-    "turned after a reshape": lambda h: h.reshape([4, 2, 3, 4]).transpose([0, 2, 1, 3]),
     "as_strided": lambda h: paddle.as_strided(h, [3, 4], [1, 5], 4),
-    "squeezed": lambda h: h[:, 1:2].squeeze(1),
-    "flattened columns": lambda h: h[:, 2:4].flatten(1),
     "rows behind rows": lambda h: h[1:][:, 1:][..., 1:],
 }
 
@@ -127,13 +118,12 @@ def test_py_layer(run: Run) -> Seen:
 @pytest.mark.parametrize("view", list(VIEWS))
 @pytest.mark.parametrize("options", [{"offload": "disk"}, {"determinism_check": "values"}], ids=str)
 def test_options(view: str, options: dict[str, Any]) -> None:
-    found = []
-    for run in (plain, lambda *a: recompute(*a, **options)):
-        paddle.seed(1)
+    def outcome(run: Run) -> Seen:
         first, _, x = net()
         run(lambda t: (t * t).tanh(), VIEWS[view](first(x))).sum().backward()
-        found.append((x.grad.numpy().tobytes(), first.weight.grad.numpy().tobytes()))
-    assert found[0] == found[1]
+        return {"x": x, "first": first}
+
+    assert_as_plain(outcome, functools.partial(recompute, **options))
 
 
 class Scaled(paddle.nn.Layer):
@@ -152,14 +142,6 @@ def test_buffer(run: Run, view: str) -> Seen:
     y = run(block, x * 2)
     y.sum().backward()
     return {"y": y, "x": x, "block": block}
-
-
-@pytest.mark.parametrize("view", list(VIEWS))
-def test_a_copy_may_lie_in_its_memory_as_another_does(view: str) -> None:
-    x = VIEWS[view](paddle.arange(96, dtype="float32").reshape([4, 6, 4]))
-    copy = with_layout(x.clone(), look_of(x))
-    assert look_of(copy) == look_of(x)
-    assert copy.numpy().tobytes() == x.numpy().tobytes()
 
 
 @pytest.mark.parametrize("run", [plain, recompute], ids=["plain", "recompute"])
