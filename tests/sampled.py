@@ -57,7 +57,6 @@ EVERY_ON_DEVICE = {
     _CACHE + ".py::test_equal_to_the_unchunked_step_without_dropout": 5,
     _CACHE + ".py::test_same_bits_as_one_loss_over_the_same_chunks": 3,
     _CACHE + "_memory.py::test_the_peak_is_that_of_one_chunk": 2,
-    _CACHE + "_replay.py::test_two_forwards_per_chunk": 5,
     _CACHE + "_replay.py::test_what_is_changed_between_the_forwards_is_seen": 7,
     "tests/offload/test_named.py::test_five_steps_give_the_bits_of_the_plain_model": 2,
     "tests/offload/test_ranks.py::test_two_ranks_have_the_bits_of_the_plain_chain": 3,

@@ -18,8 +18,6 @@ from tests.contrastive.encoders import (
     Encoder,
     criterion,
     gradients,
-    make,
-    one_shot,
     relative_difference,
     texts,
 )
@@ -56,6 +54,7 @@ def cut(batch: Any, columns: int = 1) -> Any:
         ({"one": IDS, "other": FIRST}, [3, 1, 2]),
         ({"a": {"input_ids": IDS, "mask": FIRST}, "b": {"input_ids": IDS}}, [3, 1, 2]),
         ({"ids": MASK, "scores": FEATURES.astype("float32")}, [3, 1, 2]),
+        ({"ids": IDS + 1, "mask": np.array([[1, 0, 1, 0], [0] * 4, [1] * 4])}, [3, 0, 4]),
     ],
 )
 @pytest.mark.parametrize("tensors", [False, True], ids=["arrays", "tensors"])
@@ -123,49 +122,6 @@ def test_a_mask_that_is_added_to_scores_is_refused(mask: Any, tensors: bool) -> 
         lengths(batch)
 
 
-class WithFeatures(paddle.nn.Layer):
-    """Ids, a mask, and six numbers beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Encoder(0.0)
-        self.linear = paddle.nn.Linear(6, 16)
-
-    def forward(self, **given: Any) -> paddle.Tensor:
-        encoded = self.encoder(given["input_ids"], given["attention_mask"])
-        return encoded + self.linear(given["features"].astype("float32"))
-
-
-@pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
-def test_gradients_whatever_the_order(order: tuple[int, ...]) -> None:
-    paddle.seed(1)
-    encoder = WithFeatures()
-    inputs = []
-    for seed in (1, 2):
-        ids = texts(seed)
-        rng = np.random.default_rng(seed)
-        batch = [
-            ("features", paddle.to_tensor(rng.integers(0, 3, [len(ids), 6]))),
-            ("input_ids", ids),
-            ("attention_mask", (ids != 0).astype("float32")),
-            ("global_attention_mask", (paddle.arange(10) == 0).astype("int64").expand([24, 10])),
-        ]
-        inputs.append(dict(batch[place] for place in order))
-    criterion(*(encoder(**batch) for batch in inputs)).backward()
-    expected = gradients(encoder)
-    GradCache(encoder, criterion, chunk_tokens=30).backward(*inputs)
-    assert relative_difference(gradients(encoder), expected) < 1e-5
-
-
-def test_a_float_mask_is_cut_with_its_text() -> None:
-    encoder, ids = make(1, dropout=0.0), texts(1)
-    one_shot(encoder, criterion, ids, ids)
-    expected = gradients(encoder)
-    batch = {"ids": ids, "mask": (ids != 0).astype("float32")}
-    GradCache(encoder, criterion, chunk_tokens=30).backward(batch, batch)
-    assert relative_difference(gradients(encoder), expected) < 1e-5
-
-
 # ---------------------------------------------------------------- masks and outputs of more axes
 
 LONG = np.array([[5, 6, 7, 8], [5, 0, 0, 0], [5, 6, 0, 0]])
@@ -183,15 +139,12 @@ LONG = np.array([[5, 6, 7, 8], [5, 0, 0, 0], [5, 6, 0, 0]])
         ([3, 4, 4, 4], [1, 4, 1, 1]),  # four heads
     ],
 )
-@pytest.mark.parametrize("tensors", [False, True], ids=["arrays", "tensors"])
-def test_a_mask_of_any_rank_is_cut(shape: list[int], cut_shape: list[int], tensors: bool) -> None:
+def test_a_mask_of_any_rank_is_cut(shape: list[int], cut_shape: list[int]) -> None:
     mask = np.arange(1, 1 + np.prod(shape)).reshape(shape).astype("float32")
     batch: dict[str, Any] = {"input_ids": LONG, "attention_mask": mask}
     if len(shape) == 2:
         batch["attention_mask"] = (LONG != 0).astype("float32")
-    if tensors:
-        batch = {name: paddle.to_tensor(array) for name, array in batch.items()}
-    found = cut(batch)
+    found = cut({name: paddle.to_tensor(array) for name, array in batch.items()})
     assert found["input_ids"].shape == [1, 1]
     assert found["attention_mask"].shape == cut_shape
     kept = mask[1:2][tuple(slice(size) for size in cut_shape)]
@@ -235,7 +188,7 @@ def loss_of(uses_hidden: bool) -> Any:
 
 
 @pytest.mark.parametrize("uses_hidden", [False, True])
-@pytest.mark.parametrize("tokens", [8, 20, 1000])
+@pytest.mark.parametrize("tokens", [8, 20])
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_an_encoder_that_returns_hidden_states(
     uses_hidden: bool, tokens: int, with_mask: bool

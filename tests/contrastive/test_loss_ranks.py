@@ -26,6 +26,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"hard": True, "mask_false_negatives": True, "label_smoothing": 0.1},
     {"hard": True, "mask_false_negatives": True, "label_smoothing": 0.1, "tile": 2},
     {"hard": True, "mask_false_negatives": True, "symmetric": False, "tile": 2},
+    {"hard": True, "normalize": True, "matryoshka_dims": [2, 4, DIM]},
+    {"symmetric": False, "normalize": True, "matryoshka_dims": [2, 4, DIM], "tile": 3},
 ]
 
 # Computed in float64, where only the order of the sums differs; the learned temperature is float32.

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 import pytest
 
-from paddle_recompute.contrastive import ContrastiveLoss, GradCache
+from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.loss_reference import Array, Expected, reference, tolerance
-from tests.ranks import run_ranks
 
 PAIRS, HARD = 11, 2
 DIMS, WIDTH = (2, 5, 8), 8
@@ -127,80 +125,10 @@ def test_the_whole_vector_alone_is_the_plain_loss_to_the_bit(tile: int | None) -
         np.testing.assert_array_equal(one, other)
 
 
-class Counted(paddle.nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        paddle.seed(3)
-        self.linear, self.calls = paddle.nn.Linear(6, WIDTH), 0
-
-    def forward(self, rows: paddle.Tensor) -> paddle.Tensor:
-        self.calls += 1
-        return paddle.nn.functional.dropout(paddle.tanh(self.linear(rows)), 0.3)
-
-
-@pytest.mark.parametrize("tile", [None, 4])
-def test_gradient_cache_encodes_once_more_for_all_dims(tile: int | None) -> None:
-    query, positive = paddle.randn([12, 6]), paddle.randn([12, 6])
-    loss = ContrastiveLoss(TEMPERATURE, normalize=True, tile=tile, matryoshka_dims=DIMS)
-    gradients = []
-    for cached in (False, True):
-        encoder = Counted()
-        paddle.seed(4)
-        if cached:
-            value = GradCache(encoder, loss, chunk_size=4).backward(query, positive)
-            assert encoder.calls == 2 * (3 + 3)
-        else:
-            sides = [
-                paddle.concat([encoder(one) for one in side.split(3)]) for side in (query, positive)
-            ]
-            value = loss(*sides)
-            value.backward()
-        gradients.append([float(value), encoder.linear.weight.grad, encoder.linear.bias.grad])
-    for one, other in zip(*gradients, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-RANK_OPTIONS: list[dict[str, Any]] = [{}, {"tile": 3}, {"symmetric": False, "tile": 3}]
-
-
-def rank_gradients(rank: int | None) -> list[list[Array]]:
-    """By the vectors of a rank, of the mean over the ranks; None: one process has all of them."""
-    rows = slice(None) if rank is None else (slice(0, 7), slice(7, PAIRS))[rank]
-    found = []
-    for options in RANK_OPTIONS:
-        loss = ContrastiveLoss(TEMPERATURE, normalize=True, matryoshka_dims=DIMS, **options)
-        sides = [
-            paddle.to_tensor(one[rows].astype(np.float64), stop_gradient=False)
-            for one in (QUERY, POSITIVE, NEGATIVES)
-        ]
-        loss(*sides).backward()
-        share = 1 if rank is None else dist.get_world_size()
-        found.append([one.grad.numpy() / share for one in sides])
-    return found
-
-
-def on_a_rank() -> list[list[Array]]:
-    return rank_gradients(dist.get_rank())
-
-
-def test_two_ranks_have_the_gradient_of_one_process() -> None:
-    together = rank_gradients(None)
-    ranks = run_ranks(on_a_rank, 2)
-    for options, whole, *parts in zip(RANK_OPTIONS, together, *ranks, strict=True):
-        for want, first, second in zip(whole, *parts, strict=True):
-            # float64; only the order of the sums differs
-            np.testing.assert_allclose(
-                np.concatenate([first, second]), want, rtol=0, atol=1e-12, err_msg=str(options)
-            )
-
-
 @pytest.mark.parametrize("dims", [[], [0, 8], [4, 4], [2.0, 8], [True, 8]])
 def test_dims_that_are_none_are_refused(dims: Any) -> None:
     with pytest.raises(ConfigError, match=r"matryoshka_dims: received .*; allowed are different"):
         ContrastiveLoss(normalize=True, matryoshka_dims=dims)
-
-
-def test_vectors_that_are_not_scaled_are_refused() -> None:
     with pytest.raises(ConfigError, match="matryoshka_dims needs normalize=True"):
         ContrastiveLoss(matryoshka_dims=[4, 8])
 
