@@ -15,9 +15,6 @@ import pytest
 from tests.fake_device import selected
 
 _CACHE = "tests/contrastive/test_grad_cache"
-_MATRYOSHKA = (
-    "tests/contrastive/test_matryoshka.py::test_every_combination_is_that_of_the_reference"
-)
 _PARITY = "tests/app/parity/test_command.py::"
 _STATIC = "tests/static_graph/test_"
 _STEP = "tests/train_step/test_"
@@ -25,12 +22,10 @@ _TRAINED = "tests/app/trainer/test_same_training.py::"
 
 EVERY = {
     # Of each n cases one: n fits no period of the table. A Program is built for each of them.
-    _MATRYOSHKA: 2,
     "tests/contrastive/test_loss_static.py::"
     "test_program_has_the_loss_and_gradients_of_the_reference": 3,
 }
 EVERY_ON_26 = {
-    _MATRYOSHKA: 5,
     _STATIC + "recompute.py::test_odd_graph": 2,
     _STATIC + "recompute.py::test_a_batch_norm_leaves_its_running_statistics": 2,
     _STATIC + "train_step.py::test_branches_with_dropout_repeat_their_bits_at_every_start": 2,
