@@ -120,9 +120,9 @@ class ChunkedEncoder:
         for path, tensor, before_all in inputs:
             if is_written_since(tensor, before_all):
                 raise RecomputeError(
-                    f"{self._what} changes its input {self.name}{path} in place, so "
-                    "the second forward would read other values than the first. Let it change a "
-                    "copy (x = x.clone() before the in-place operation)."
+                    f"{self._what} changes its input {self.name}{path} in place, so the second "
+                    "forward would read other values than the first. Let it change a copy (x = "
+                    "x.clone() before the in-place operation)."
                 )
         self.is_trained = bool(trained)
         with amp_off():
@@ -243,12 +243,12 @@ class ChunkedEncoder:
                     f"{list(tensor.shape)}; the first axis of every returned tensor must be the "
                     "batch, because the chunks are joined along it"
                 )
-        if not any(tensor.dtype in _FLOATING for tensor in tensors.values()):
-            raise DataError(
-                f"{self._what} returned no floating-point Tensor, so the loss would "
-                "get no embedding"
-            )
         if not self._outline:
+            if not any(tensor.dtype in _FLOATING for tensor in tensors.values()):
+                raise DataError(
+                    f"{self._what} returned no floating-point Tensor, so the loss would get no "
+                    "embedding"
+                )
             self._outline, self._paths = outline, list(tensors)
         elif outline != self._outline:
             was, now = next(
@@ -258,9 +258,9 @@ class ChunkedEncoder:
             )
             error = RecomputeError if again else DataError
             raise error(
-                f"{self._what} returned {was} for its first chunk and {now} for "
-                "another one; tensors are joined over the chunks, and everything else must be the "
-                "same for all of them. Return a Tensor with one row per row."
+                f"{self._what} returned {was} for its first chunk and {now} for another one; "
+                "tensors are joined over the chunks, and everything else must be the same for all "
+                "of them. Return a Tensor with one row per row."
             )
         return list(tensors.values())
 
