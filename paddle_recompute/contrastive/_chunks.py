@@ -62,9 +62,8 @@ class Chunk:
         if isinstance(leaf, np.ndarray):
             rows = self.rows
             part = leaf[rows.start : rows.stop] if isinstance(rows, range) else leaf[rows]
-            # A copy in any case: Paddle may share the memory of an array.
-            part = np.array(self._trimmed(path, part))
-            return part if arrays else device.put(part)
+            part = self._trimmed(path, part)
+            return np.array(part) if arrays else device.put(part)  # copies both
         return self._trimmed(path, rows_of(leaf, self.rows)) if is_tensor(leaf) else leaf
 
     def _trimmed(self, path: str, leaf: Any) -> Any:

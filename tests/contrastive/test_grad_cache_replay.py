@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import paddle
@@ -104,6 +104,21 @@ def test_what_a_chunk_changes_for_the_next_is_seen(what: str, chunks: list[int])
     assert same_bits(*found) if what != "sublayer" else relative_difference(*found) < 1e-6
 
 
+class Spy(paddle.autograd.PyLayer):
+    """The identity, which notes the AMP state of its backward."""
+
+    levels: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        Spy.levels.append(str(amp_state().level))
+        return gradient
+
+
 class Watching(Encoder):
     """Notes the AMP state, and whether it is to make a graph."""
 
@@ -116,27 +131,16 @@ class Watching(Encoder):
         amp = amp_state()
         self.seen.append((is_recomputing(), str(amp.level), amp.dtype))
         self.with_graph.append(paddle.is_grad_enabled())
-        return super().forward(ids)
+        return Spy.apply(super().forward(ids))
 
 
 def test_the_amp_state_is_that_of_the_first_forward_and_off_in_the_backward() -> None:
-    backward: list[str] = []
-
-    class Spy(paddle.autograd.PyLayer):
-        @staticmethod
-        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-            backward.append(str(amp_state().level))
-            return gradient
-
     def loss(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
         tracer_state.set_amp_state(state._replace(dtype="float16"))  # forgets to give it back
         return criterion(Spy.apply(query), positive)
 
     encoder = Watching()
+    Spy.levels.clear()
     # On a CPU paddle.amp.auto_cast does nothing in dygraph, so the tracer is told. With no operator
     # on the white list nothing is really cast: what is looked at is the state.
     state = AmpState(core.AmpLevel.O1, "bfloat16", (set(), set()), True)
@@ -145,7 +149,7 @@ def test_the_amp_state_is_that_of_the_first_forward_and_off_in_the_backward() ->
     first, second = encoder.seen[: 2 * CHUNKS], encoder.seen[2 * CHUNKS :]
     assert first == [(False, "AmpLevel.O1", "bfloat16")] * (2 * CHUNKS)
     assert second == [(True, "AmpLevel.O1", "bfloat16")] * (2 * CHUNKS)
-    assert backward == ["AmpLevel.O0"]
+    assert Spy.levels == ["AmpLevel.O0"] * (1 + 2 * CHUNKS)  # of the loss, and of each chunk
 
 
 @pytest.mark.parametrize("size", [1, SIZE, BATCH])

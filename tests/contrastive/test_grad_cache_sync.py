@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
-import paddle.nn.functional as F
 import pytest
 
 from paddle_recompute import ContrastiveLoss, GradCache, GradientSync
@@ -32,20 +31,6 @@ TOLERANCE = 1e-5
 SMALL = {"bucket_bytes": 4000, "first_bucket_bytes": 1000}
 
 
-class Criterion(paddle.nn.Layer):
-    """ContrastiveLoss behind a normalisation and a factor that is learnt."""
-
-    def __init__(self, negatives: Any, tile: int | None = None) -> None:
-        super().__init__()
-        self.factor = self.create_parameter(
-            [1], default_initializer=paddle.nn.initializer.Constant(1.5)
-        )
-        self.loss = ContrastiveLoss(0.2, negatives=negatives, tile=tile)
-
-    def forward(self, query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
-        return self.loss(F.normalize(query, axis=-1) * self.factor, F.normalize(positive, axis=-1))
-
-
 def batch(step: int) -> tuple[paddle.Tensor, paddle.Tensor]:
     return texts(2 * step, BATCH, LENGTH), texts(2 * step + 1, BATCH, LENGTH)
 
@@ -63,12 +48,15 @@ def square(gradient: paddle.Tensor) -> paddle.Tensor:
     return gradient * gradient
 
 
-def made(towers: int, negatives: str, hooked: bool, tile: int | None = None) -> tuple[Any, Any]:
+def made(towers: int, negatives: Any, hooked: bool, tile: int | None = None) -> tuple[Any, Any]:
     """The encoders and the loss; with hooks that are not linear on a parameter of each."""
-    encoders, loss = make(towers, dropout=0.0), Criterion(negatives, tile)
+    encoders = make(towers, dropout=0.0)
+    loss = ContrastiveLoss(
+        0.2, negatives=negatives, tile=tile, normalize=True, learnable_temperature=True
+    )
     if hooked:
         encoders.words.weight.register_hook(square)
-        loss.factor.register_hook(square)
+        loss.logit_scale.register_hook(square)
     return encoders, loss
 
 
