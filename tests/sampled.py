@@ -15,9 +15,6 @@ import pytest
 from tests.fake_device import selected
 
 _CACHE = "tests/contrastive/test_grad_cache"
-_MATRYOSHKA = (
-    "tests/contrastive/test_matryoshka.py::test_every_combination_is_that_of_the_reference"
-)
 _PARITY = "tests/app/parity/test_command.py::"
 _STATIC = "tests/static_graph/test_"
 _STEP = "tests/train_step/test_"
@@ -25,12 +22,10 @@ _TRAINED = "tests/app/trainer/test_same_training.py::"
 
 EVERY = {
     # Of each n cases one: n fits no period of the table. A Program is built for each of them.
-    _MATRYOSHKA: 2,
     "tests/contrastive/test_loss_static.py::"
     "test_program_has_the_loss_and_gradients_of_the_reference": 3,
 }
 EVERY_ON_26 = {
-    _MATRYOSHKA: 5,
     _STATIC + "recompute.py::test_odd_graph": 2,
     _STATIC + "recompute.py::test_a_batch_norm_leaves_its_running_statistics": 2,
     _STATIC + "comparison.py::test_a_right_program_trains_as_if_it_were_not_compared": 2,
@@ -53,7 +48,6 @@ EVERY_ON_DEVICE = {
     _CACHE + ".py::test_equal_to_the_unchunked_step_without_dropout": 5,
     _CACHE + ".py::test_same_bits_as_one_loss_over_the_same_chunks": 3,
     _CACHE + "_memory.py::test_the_peak_is_that_of_one_chunk": 2,
-    _CACHE + "_replay.py::test_two_forwards_per_chunk": 5,
     _CACHE + "_replay.py::test_what_is_changed_between_the_forwards_is_seen": 7,
     "tests/offload/test_named.py::test_five_steps_give_the_bits_of_the_plain_model": 2,
     "tests/offload/test_ranks.py::test_two_ranks_have_the_bits_of_the_plain_chain": 3,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -17,13 +18,15 @@ import paddle
 from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.backward import set_gradients
-from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, joined, padded, rows_of
+from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, in_order, padded
 from paddle_recompute.contrastive._repetition import Repetition, check_repetition, nan_unless
 from paddle_recompute.errors import DataError, RecomputeError
-from paddle_recompute.replay import Row, Stamp, is_written_since, stamp
+from paddle_recompute.replay import Call, Stamp, is_written_since, stamp, watch_writes
 
 _CONSTANTS = (type(None), bool, int, float, str)
 _FLOATING = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
+_TENSOR = object()
+"""Stands for a tensor in the structure of an output."""
 
 
 class ChunkedEncoder:
@@ -50,17 +53,21 @@ class ChunkedEncoder:
         self.num_chunks = len(chunks)
         self._batch = batch
         self._chunks = chunks
+        self._ends = [0, *itertools.accumulate(len(chunk.rows) for chunk in chunks)]
         self.name = name
+        self._what = f"the encoder of {name}"
         self._keeps_graph = keeps_graph
         self._outputs: list[paddle.Tensor] = []  # of the first forward, if it keeps its graph
-        self._row: Row | None = None
+        self._calls: list[Call] = []  # one per chunk, if there is a second forward
         self._form: Form | None = None
-        self._paths: list[str] = []
+        self._outline: list[str] = []  # of the outputs, equal for all chunks
+        self._paths: list[str] = []  # of the tensors among them
         self._cut: dict[int, tuple[int, ...]] = {}  # by head: the axes that are a chunk's length
         self.is_trained = False
         """After `encode`: whether an output needs a gradient."""
         self._is_reached = False  # by the backward of the loss
-        self._gradients: dict[int, paddle.Tensor] = {}  # by head (place among the outputs)
+        # By head (place among the outputs), with the rows in the order of the chunks.
+        self._gradients: dict[int, paddle.Tensor] = {}
         self._repetition: Repetition
 
     def encode(self, when_reached: Callable[[], None], before: ChunkedEncoder | None = None) -> Any:
@@ -75,31 +82,31 @@ class ChunkedEncoder:
             The encoder's output, with all rows in every tensor.
         """
         had_gradients = paddle.is_grad_enabled()
-        stamps: list[tuple[str, paddle.Tensor, Stamp]] = []
-        # What a second forward would need is not recorded where there is none.
-        if had_gradients and not self._keeps_graph:
-            self._begin_row(before)
-            stamps = [(p, t, stamp(t)) for p, t in named_leaves(self._batch) if is_tensor(t)]
+        is_repeated = had_gradients and not self._keeps_graph
+        inputs: list[tuple[str, paddle.Tensor, Stamp]] = []
+        last: Call | None = None
+        if is_repeated:
+            watch_writes()
+            # `Call` sees writes to the arguments, which may be copies.
+            inputs = [(p, t, stamp(t)) for p, t in named_leaves(self._batch) if is_tensor(t)]
+            if before is not None and before._calls and before.encoder is self.encoder:
+                last = before._calls[-1]
         structure: Any = None
-        first: dict[str, Any] = {}
         parts: list[list[paddle.Tensor]] = []
         trained: set[int] = set()
         undecided = True
-        for number, chunk in enumerate(self._chunks):
+        for number in range(self.num_chunks):
             # With a graph until each output was found to depend on a trained parameter: usually one
             # chunk, more for an encoder with a frozen or detached path. The parameters of a Layer
             # alone do not tell, because it may reach others.
             set_gradients(had_gradients and (undecided or self._keeps_graph))
             try:
-                output = self._first(number)
+                output = self._first(number, last) if is_repeated else self._plain(number)
             finally:
                 set_gradients(had_gradients)
-            leaves, constants = self._leaves(output, chunk)
+            leaves = self._leaves(output, number)
             if number == 0:
-                structure = map_leaves(lambda leaf: None if is_tensor(leaf) else leaf, output)
-                first = constants
-            elif first or constants:
-                self._check_constants(first, constants)
+                structure = map_leaves(lambda leaf: _TENSOR if is_tensor(leaf) else leaf, output)
             if undecided:
                 floating = [i for i, leaf in enumerate(leaves) if leaf.dtype in _FLOATING]
                 trained.update(i for i in floating if not leaves[i].stop_gradient)
@@ -110,47 +117,52 @@ class ChunkedEncoder:
             if self._keeps_graph:
                 self._outputs = leaves
             del leaves
-        for path, tensor, before_row in stamps:
-            if is_written_since(tensor, before_row):
+        for path, tensor, before_all in inputs:
+            if is_written_since(tensor, before_all):
                 raise RecomputeError(
-                    f"the encoder of {self.name} changes its input {self.name}{path} in place, so "
-                    "the second forward would read other values than the first. Let it change a "
-                    "copy (x = x.clone() before the in-place operation)."
+                    f"{self._what} changes its input {self.name}{path} in place, so the second "
+                    "forward would read other values than the first. Let it change a copy (x = "
+                    "x.clone() before the in-place operation)."
                 )
         self.is_trained = bool(trained)
-        heads = self._joined(parts)
-        del parts
+        with amp_off():
+            heads = self._joined(parts)
+            del parts
+            firsts = {}
+            for place, whole in enumerate(heads):
+                if place in trained:
+                    receive = functools.partial(self._receive, place, when_reached)
+                    firsts[place], heads[place] = _source(whole, self._chunks, receive)
+                else:
+                    heads[place] = in_order(whole, self._chunks)
+                del whole
         if trained:
-            firsts = {place: heads[place].detach() for place in sorted(trained)}
-            for place in firsts:
-                receive = functools.partial(self._receive, place, when_reached)
-                firsts[place], heads[place] = _source(firsts[place], receive)
             self._repetition = Repetition(self.name, firsts, self._cut)
         else:
-            self._row, self._outputs = None, []
-        return _filled(structure, self._paths, heads)
+            self._calls, self._outputs = [], []
+        order = iter(heads)
+        return map_leaves(lambda leaf: next(order) if leaf is _TENSOR else leaf, structure)
 
     def backward(self, number: int) -> None:
         """The backward of a chunk into ``.grad``, outside of ``auto_cast``.
 
         Runs a second forward if no graph was kept.
         """
-        chunk = self._chunks[number]
         is_equal: paddle.Tensor | None = None
         if self._keeps_graph:
             outputs, self._outputs = self._outputs, []
         else:
-            assert self._row is not None
             self._repetition.compare_if_due()
-            outputs = self._row.repeat(number, *self._arguments(number))
-            outputs, _ = self._leaves(outputs, chunk, again=True)
+            output = self._calls[number].repeat(*self._arguments(number))
+            outputs = self._leaves(output, number, again=True)
+            del output
             is_equal = self._note(outputs, number)
         heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
-        for place, gradient in self._gradients.items():
+        for place in self._gradients:
             head = outputs[place]
             if head.stop_gradient:
                 continue  # nothing on the path of this chunk is trained
-            part = cut_to(rows_of(gradient, chunk.rows), self._cut[place], chunk.columns)
+            part = self._gradient_of(place, number)
             if is_equal is not None:
                 part = nan_unless(is_equal, part)
             # The engine refuses a tensor that is given twice.
@@ -177,15 +189,17 @@ class ChunkedEncoder:
         """
         return self._repetition.answer() if self._is_reached else None
 
-    def _begin_row(self, before: ChunkedEncoder | None) -> None:
-        row = None if before is None else before._row
-        self._row = Row(self.encoder, f"the encoder of {self.name}", row)
-
-    def _first(self, number: int) -> Any:
+    def _first(self, number: int, last: Call | None) -> Any:
+        """The first forward of a chunk, recorded; `last`: the call right before the first chunk."""
+        call = Call(self.encoder, self._what, preserve_rng_state=True, check=False)
         arguments, named = self._arguments(number)
-        if self._row is None:
-            return self.encoder(*arguments, **named)
-        return self._row.first(arguments, named)
+        output = call.first(arguments, named, before=self._calls[-1] if self._calls else last)
+        self._calls.append(call)
+        return output
+
+    def _plain(self, number: int) -> Any:
+        arguments, named = self._arguments(number)
+        return self.encoder(*arguments, **named)
 
     def _arguments(self, number: int) -> Arguments:
         """For a forward of a chunk: new tensors, on which the encoder may put hooks."""
@@ -194,60 +208,73 @@ class ChunkedEncoder:
             self._form = form_for(self.encoder, batch)
         return self._form(batch)
 
+    def _gradient_of(self, place: int, number: int) -> paddle.Tensor:
+        """The gradient of the loss by an output of a chunk."""
+        rows = self._gradients[place][self._ends[number] : self._ends[number + 1]]
+        return cut_to(rows, self._cut[place], self._chunks[number].columns)
+
     def _note(self, outputs: list[paddle.Tensor], number: int) -> paddle.Tensor | None:
         """Note a second forward; returns, for the last chunk, whether all were repetitions."""
         for place in self._gradients:
             self._repetition.note(place, self._paths[place], outputs[place])
-        self._repetition.add(self._chunks[number])
         if number < self.num_chunks - 1:
             return None
         answer = self._repetition.answer()
         self._repetition.end()
         return answer
 
-    def _leaves(
-        self, output: Any, chunk: Chunk, *, again: bool = False
-    ) -> tuple[list[paddle.Tensor], dict[str, Any]]:
-        """The tensors of an output, after checks, and what else is in it, by path."""
+    def _leaves(self, output: Any, number: int, *, again: bool = False) -> list[paddle.Tensor]:
+        """The tensors of an output, after checks."""
         tensors: dict[str, paddle.Tensor] = {}
-        constants: dict[str, Any] = {}
+        outline = []
         for path, leaf in named_leaves(output, "output"):
-            (tensors if is_tensor(leaf) else constants)[path] = leaf
-        expected = len(chunk.rows)
+            if is_tensor(leaf):
+                tensors[path] = leaf
+                outline.append(path)
+            else:
+                kind = type(leaf)
+                outline.append(f"{path} = {leaf!r}" if kind in _CONSTANTS else f"{path} ({kind})")
+        expected = len(self._chunks[number].rows)
         for path, tensor in tensors.items():
             shape = tensor.shape
             if not shape or shape[0] != expected:
                 raise DataError(
-                    f"the encoder of {self.name} got {expected} rows and returned {path} of shape "
+                    f"{self._what} got {expected} rows and returned {path} of shape "
                     f"{list(tensor.shape)}; the first axis of every returned tensor must be the "
                     "batch, because the chunks are joined along it"
                 )
-        if not any(tensor.dtype in _FLOATING for tensor in tensors.values()):
-            raise DataError(
-                f"the encoder of {self.name} returned no floating-point Tensor, so the loss would "
-                "get no embedding"
+        if not self._outline:
+            if not any(tensor.dtype in _FLOATING for tensor in tensors.values()):
+                raise DataError(
+                    f"{self._what} returned no floating-point Tensor, so the loss would get no "
+                    "embedding"
+                )
+            self._outline, self._paths = outline, list(tensors)
+        elif outline != self._outline:
+            was, now = next(
+                (a, b)
+                for a, b in itertools.zip_longest(self._outline, outline, fillvalue="nothing")
+                if a != b
             )
-        paths = list(tensors)
-        if self._paths and paths != self._paths:
             error = RecomputeError if again else DataError
             raise error(
-                f"the encoder of {self.name} returned {', '.join(self._paths)} for its first "
-                f"chunk and {', '.join(paths)} for another one; it must always return the same "
-                "structure"
+                f"{self._what} returned {was} for its first chunk and {now} for another one; "
+                "tensors are joined over the chunks, and everything else must be the same for all "
+                "of them. Return a Tensor with one row per row."
             )
-        self._paths = paths
-        return list(tensors.values()), constants
+        return list(tensors.values())
 
     def _joined(self, parts: list[list[paddle.Tensor]]) -> list[paddle.Tensor]:
+        """All rows of each output, in the order of the chunks."""
         heads = []
-        with paddle.no_grad(), amp_off():
-            for place in range(len(self._paths)):
+        with paddle.no_grad():
+            for place, path in enumerate(self._paths):
                 pieces = [part[place] for part in parts]
-                what = f"what the encoder of {self.name} returns as {self._paths[place]}"
-                axes, length = cut_axes(pieces, self._chunks, what)
-                self._cut[place] = axes
-                pieces = [padded(piece, axes, length) for piece in pieces]
-                heads.append(joined(pieces, self._chunks))
+                what = f"what {self._what} returns as {path}"
+                self._cut[place], length = cut_axes(pieces, self._chunks, what)
+                heads.append(
+                    paddle.concat([padded(one, self._cut[place], length) for one in pieces])
+                )
         return heads
 
     def _receive(
@@ -256,41 +283,23 @@ class ChunkedEncoder:
         self._gradients[place], self._is_reached = gradient, True
         when_reached()
 
-    def _check_constants(self, first: dict[str, Any], now: dict[str, Any]) -> None:
-        """Check that outputs other than Tensors are equal for all chunks; the first is returned."""
-        for path in {**first, **now}:
-            missing = path not in first or path not in now
-            if missing or not _same_constant(first[path], now[path]):
-                raise DataError(
-                    f"the encoder of {self.name} returned {path} = {first.get(path)!r} for its "
-                    f"first chunk and {now.get(path)!r} for another one; only Tensors are joined "
-                    "over the chunks, so any other value must be the same for all of them. Return "
-                    "a Tensor with one row per row."
-                )
-
-
-def _same_constant(one: Any, other: Any) -> bool:
-    """Whether two constants are equal; True for types that cannot be compared."""
-    if one is other or not (isinstance(one, _CONSTANTS) and isinstance(other, _CONSTANTS)):
-        return True
-    return bool(one == other or (one != one and other != other))
-
 
 def _source(
-    embedding: paddle.Tensor, receive: Callable[[paddle.Tensor], None]
+    embedding: paddle.Tensor, chunks: Sequence[Chunk], receive: Callable[[paddle.Tensor], None]
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """`embedding` twice: without a graph, and with one at whose start `receive` gets its gradient.
+    """`embedding` twice: as it is, without a graph, and in the order of the batch, with a graph at
+    whose start `receive` gets the gradient.
 
     A leaf would have another order: the engine processes leaves first, and a node at the point at
     which a plain step would process the concatenation of the chunks.
     """
     leaf = embedding.detach()
     leaf.stop_gradient = False
-    with amp_off():
-        start = leaf.clone()
-        start.register_hook(receive)
-        # Hooks that the loss registers come before `receive`.
-        return start.detach(), start.clone()
+    start = leaf.clone()
+    start.register_hook(receive)
+    # Another node, so that hooks that the loss registers come before `receive`.
+    ordered = in_order(start, chunks)
+    return start.detach(), start.clone() if ordered is start else ordered
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -323,10 +332,3 @@ def _takes(encoder: Callable[..., Any], args: tuple[Any, ...], named: dict[str, 
     except TypeError:
         return False
     return True
-
-
-def _filled(structure: Any, paths: list[str], tensors: list[paddle.Tensor]) -> Any:
-    """`structure` with its tensors replaced by `tensors`, in order."""
-    by_path = dict(zip(paths, tensors, strict=True))
-    order: Iterator[str] = (path for path, _ in named_leaves(structure, "output"))
-    return map_leaves(lambda leaf: by_path.get(next(order), leaf), structure)

@@ -62,9 +62,8 @@ class Chunk:
         if isinstance(leaf, np.ndarray):
             rows = self.rows
             part = leaf[rows.start : rows.stop] if isinstance(rows, range) else leaf[rows]
-            # A copy in any case: Paddle may share the memory of an array.
-            part = np.array(self._trimmed(path, part))
-            return part if arrays else device.put(part)
+            part = self._trimmed(path, part)
+            return np.array(part) if arrays else device.put(part)  # copies both
         return self._trimmed(path, rows_of(leaf, self.rows)) if is_tensor(leaf) else leaf
 
     def _trimmed(self, path: str, leaf: Any) -> Any:
@@ -122,7 +121,7 @@ def num_rows_of(batch: Any, name: str) -> int:
             raise DataError(
                 f"{path} is a NumPy array of {leaf.dtype}; allowed are {', '.join(_ARRAY_TYPES)}"
             )
-        if not _has_rows(leaf):
+        if not (is_tensor(leaf) or isinstance(leaf, np.ndarray)):
             continue
         if not leaf.shape:
             raise DataError(
@@ -151,14 +150,6 @@ def num_rows_of(batch: Any, name: str) -> int:
     return int(found[1])
 
 
-def rows_of_all(chunks: Sequence[Chunk]) -> range | NDArray[np.int64]:
-    """The rows of `chunks`, which follow one another."""
-    first, last = chunks[0].rows, chunks[-1].rows
-    if isinstance(first, range) and isinstance(last, range):
-        return range(first.start, last.stop)
-    return np.concatenate([chunk.rows for chunk in chunks])
-
-
 def rows_of(tensor: paddle.Tensor, rows: range | NDArray[np.int64]) -> paddle.Tensor:
     """The given rows of `tensor`, in the order of `rows`."""
     if isinstance(rows, range):
@@ -174,9 +165,8 @@ def rows_of(tensor: paddle.Tensor, rows: range | NDArray[np.int64]) -> paddle.Te
 _CARRIERS = {paddle.float16: "float32", paddle.bool: "int32"}
 
 
-def joined(parts: Sequence[paddle.Tensor], chunks: Sequence[Chunk]) -> paddle.Tensor:
-    """The rows of all chunks as one tensor, in the order of the batch."""
-    whole = paddle.concat(list(parts), axis=0)
+def in_order(whole: paddle.Tensor, chunks: Sequence[Chunk]) -> paddle.Tensor:
+    """`whole`, whose rows are those of all chunks, in the order of the batch; differentiable."""
     if all(isinstance(chunk.rows, range) for chunk in chunks):
         return whole
     return rows_of(whole, np.argsort(np.concatenate([chunk.rows for chunk in chunks])))
@@ -203,9 +193,8 @@ def cut_axes(
         return (), 0
     columns = [chunk.columns for chunk in chunks]
     axes = []
-    for axis in range(1, 1 + max(map(len, shapes))):
-        sizes = [shape[axis - 1] if axis <= len(shape) else None for shape in shapes]
-        if sizes == columns and None not in sizes:
+    for axis, sizes in enumerate(itertools.zip_longest(*shapes), 1):
+        if list(sizes) == columns and None not in sizes:
             axes.append(axis)
         elif len(set(sizes)) > 1:
             first = next(place for place, size in enumerate(sizes) if size != sizes[0])
@@ -234,7 +223,3 @@ def cut_to(whole: Any, axes: Sequence[int], length: int | None) -> Any:
         if whole.shape[axis] != length:
             whole = whole[tuple([slice(None)] * axis + [slice(length)])]
     return whole
-
-
-def _has_rows(leaf: Any) -> bool:
-    return is_tensor(leaf) or isinstance(leaf, np.ndarray)

@@ -9,8 +9,7 @@ import paddle
 
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
-from paddle_recompute.contrastive._chunks import cut_to, rows_of
-from paddle_recompute.replay import Draws
+from paddle_recompute.replay import Call, Draws
 
 
 class OwnBackward(ABC):
@@ -59,32 +58,29 @@ class ChunksWithOwnBackward(ChunkedEncoder):
         self._states: list[tuple[Draws, AmpState, Any]] = []
 
     def backward(self, number: int) -> None:
-        chunk = self._chunks[number]
         self._repetition.compare_if_due()
         gradients = {
-            self._paths[place]: cut_to(
-                rows_of(gradient, chunk.rows), self._cut[place], chunk.columns
-            )
-            for place, gradient in self._gradients.items()
+            self._paths[place]: self._gradient_of(place, number) for place in self._gradients
         }
-        batch = chunk.of(self._batch, arrays=True)
+        batch = self._chunks[number].of(self._batch, arrays=True)
         draws, amp, state = self._states[number]
         before = draws.begin_again()
         try:
             with amp_state_of(amp), paddle.no_grad():
                 output = self.encoder.backward(batch, state, gradients)
-                outputs, _ = self._leaves(output, chunk, again=True)
+                outputs = self._leaves(output, number, again=True)
         finally:
             draws.end_again(before)
         self._note(outputs, number)
 
-    def _begin_row(self, before: ChunkedEncoder | None) -> None:
-        """Its Layers, if it has any, are not in dygraph: no `Row` watches them."""
-
-    def _first(self, number: int) -> Any:
+    def _first(self, number: int, last: Call | None) -> Any:
+        """Its Layers, if it has any, are not in dygraph: no `Call` watches them."""
         draws = Draws(of_the_host=True)
         try:
             self._states.append((draws, amp_state(), self.encoder.state()))
-            return self.encoder(self._chunks[number].of(self._batch, arrays=True))
+            return self._plain(number)
         finally:
             draws.end_first()
+
+    def _plain(self, number: int) -> Any:
+        return self.encoder(self._chunks[number].of(self._batch, arrays=True))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import paddle
 
-from paddle_recompute.contrastive._chunks import Chunk, padded, rows_of, rows_of_all
+from paddle_recompute.contrastive._chunks import padded
 from paddle_recompute.errors import RecomputeError
 
 # Both forwards of a chunk run the same operations on the same numbers. GPU kernels may sum in
@@ -66,7 +66,8 @@ class Repetition:
 
     Args:
         name: The name of the input in errors.
-        firsts: By the place among the outputs: all rows of the first forwards.
+        firsts: By the place among the outputs: all rows of the first forwards, in the order of the
+            chunks.
         cut: By place: the axes that are as long as a chunk.
     """
 
@@ -75,13 +76,13 @@ class Repetition:
     ) -> None:
         self._name = name
         self._firsts, self._cut = firsts, cut
-        self._chunks: list[Chunk] = []  # not compared yet
-        self._seconds: dict[int, list[paddle.Tensor]] = {}  # of these, by place
+        self._num_compared = 0  # rows
+        self._seconds: dict[int, list[paddle.Tensor]] = {}  # of the rows behind them, by place
         self._num_bytes = 0
         self._answer: paddle.Tensor | None = None
 
     def note(self, place: int, path: str, output: paddle.Tensor) -> None:
-        """Keep what a second forward returned; `add` must follow."""
+        """Keep what the second forward of the next chunk returned."""
         first, axes = self._firsts[place], self._cut[place]
         # A copy: the output may be a view, hidden[:, 0], of something large.
         kept = output.detach().clone()
@@ -96,10 +97,6 @@ class Repetition:
         self._seconds.setdefault(place, []).append(kept)
         self._num_bytes += math.prod(kept.shape) * kept.element_size()
 
-    def add(self, chunk: Chunk) -> None:
-        """The outputs that were noted last are those of `chunk`."""
-        self._chunks.append(chunk)
-
     def compare_if_due(self) -> None:
         """To be called before the activations of a chunk are there, which need the memory."""
         if self._num_bytes > COMPARED_BYTES:
@@ -107,15 +104,15 @@ class Repetition:
 
     def answer(self) -> paddle.Tensor | None:
         """Whether all that was noted is equal: one bool on the device; None: nothing was."""
-        if self._chunks:
-            rows = rows_of_all(self._chunks)
-            self._chunks, self._num_bytes = [], 0
+        start, end = self._num_compared, self._num_compared
         while self._seconds:
             place, parts = self._seconds.popitem()
             now = paddle.concat(parts) if len(parts) > 1 else parts[0]
             del parts
-            found, before = _are_equal(rows_of(self._firsts[place], rows), now), self._answer
+            end = start + len(now)
+            found, before = _are_equal(self._firsts[place][start:end], now), self._answer
             self._answer = found if before is None else paddle.logical_and(before, found)
+        self._num_compared, self._num_bytes = end, 0
         return self._answer
 
     def end(self) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 
 import paddle
 
@@ -19,56 +18,48 @@ from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.backward import current_backward
 from paddle_recompute._paddle.gradients import leaves_with_hooks, muted_leaf_hooks
 
+AtEnd = dict[int, Callable[[], None]]
+"""The callbacks of `at_end_of_step`, by key."""
+
 _running = threading.local()
 
 
-class Step:
-    """While it is entered, hooks on parameters wait for `run_hooks`."""
+@contextlib.contextmanager
+def one_step() -> Iterator[Callable[[], None]]:
+    """Inside, hooks on parameters wait until what this yields is called.
 
-    def __init__(self) -> None:
-        self._before: list[tuple[paddle.Tensor, paddle.Tensor | None]] = []
-        self._muted = contextlib.ExitStack()
-        self.at_end: dict[int, Callable[[], None]] = {}
-        """The callbacks of `at_end_of_step`."""
+    The call passes each leaf with hooks the sum of its gradients, which adds it to ``.grad``.
+    """
+    before = [(leaf, _take_gradient(leaf)) for leaf in leaves_with_hooks()]
+    muted = contextlib.ExitStack()
+    muted.enter_context(muted_leaf_hooks([leaf for leaf, _ in before]))
+    at_end: AtEnd = {}
+    _running.steps = [*_steps(), at_end]
 
-    def __enter__(self) -> Step:
-        leaves = leaves_with_hooks()
-        self._before = [(leaf, _take_gradient(leaf)) for leaf in leaves]
-        self._muted.enter_context(muted_leaf_hooks(leaves))
-        _running.steps = [*_steps(), self]
-        return self
+    def put_back() -> list[tuple[paddle.Tensor, paddle.Tensor]]:
+        """End the muting; returns the leaves that got a gradient, and their sums."""
+        muted.close()
+        totals = [_take_gradient(leaf) for leaf, _ in before]
+        sums = [(leaf, t) for (leaf, _), t in zip(before, totals, strict=True) if t is not None]
+        for leaf, gradient in before:
+            if gradient is not None:
+                leaf.grad = gradient
+        before.clear()
+        return sums
 
-    def run_hooks(self) -> None:
-        """Pass each leaf with hooks the sum of its gradients, which adds it to ``.grad``."""
-        sums = self._put_back()
-        if sums:
+    def run_hooks() -> None:
+        if sums := put_back():
             leaves, gradients = zip(*sums, strict=True)
             with amp_off():
                 paddle.autograd.backward(list(leaves), list(gradients))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._put_back()
+    try:
+        yield run_hooks
+    finally:
+        put_back()
         _running.steps = _steps()[:-1]
-        for call in self.at_end.values():
+        for call in at_end.values():
             call()
-
-    def _put_back(self) -> list[tuple[paddle.Tensor, paddle.Tensor]]:
-        """End the muting; returns the leaves that got a gradient, and their sums."""
-        self._muted.close()
-        sums = []
-        for leaf, before in self._before:
-            total = _take_gradient(leaf)
-            if before is not None:
-                leaf.grad = before
-            if total is not None:
-                sums.append((leaf, total))
-        self._before = []
-        return sums
 
 
 @paddle.no_grad()
@@ -91,11 +82,11 @@ def at_end_of_step(key: int, call: Callable[[], None]) -> None:
     """
     steps, backward = _steps(), current_backward()
     if steps:
-        steps[-1].at_end[key] = call
+        steps[-1][key] = call
     elif backward is not None:
         backward.at_end[key] = call
 
 
-def _steps() -> list[Step]:
-    steps: list[Step] = getattr(_running, "steps", [])
+def _steps() -> list[AtEnd]:
+    steps: list[AtEnd] = getattr(_running, "steps", [])
     return steps

@@ -113,20 +113,24 @@ def texts_of(batch: Any, name: str) -> Texts:
             f"chunk_tokens: {name} has no integer or boolean tensor of shape [batch, length], so "
             "there are no tokens to count and no padding to cut; use chunk_size"
         )
-    deciding = _first_names(texts)
-    widths = {leaf.width for leaf in deciding or texts}
+    named = [leaf for leaf in texts if leaf.name in _DECIDING]
+    widths = {leaf.width for leaf in named or texts}
     if len(widths) > 1:
         raise ConfigError(
             f"chunk_tokens: {name} has tensors of different lengths, and it is not clear which is "
-            f"the text: {_listed(deciding or texts, name)}. Give the batch as a dict in which the "
+            f"the text: {_listed(named or texts, name)}. Give the batch as a dict in which the "
             "text, and nothing of another length, is called 'attention_mask' or 'input_ids', or "
             "use chunk_size"
         )
     [width] = widths
     same = [leaf for leaf in texts if leaf.width == width]
+    # In each container, the text with the first name of `_DECIDING`.
+    first: dict[str, _Leaf] = {}
+    for leaf in sorted(named, key=lambda leaf: _DECIDING.index(leaf.name)):
+        first.setdefault(leaf.container, leaf)
     # A tensor with an unknown name may have this width by chance.
     unknown = [leaf for leaf in same if leaf.name not in _ALONGSIDE]
-    read = [*deciding, *unknown] if deciding else same
+    read = [*first.values(), *unknown] if named else same
     cut: dict[str, tuple[int, ...]] = {leaf.path: (1,) for leaf in same}
     for leaf in leaves:
         axes = _axes_of_mask(leaf, width, name)
@@ -200,26 +204,6 @@ def lengths_of(texts: Texts, given: Any, num_rows: int, name: str) -> NDArray[np
             )
     lengths: NDArray[np.int64] = np.max(found, axis=0)[:-1]
     return lengths
-
-
-def _first_names(texts: list[_Leaf]) -> list[_Leaf]:
-    """In every container, the text with the first name of `_DECIDING`."""
-    first: dict[str, _Leaf] = {}
-    for leaf in texts:
-        if leaf.name not in _DECIDING:
-            continue
-        other = first.get(leaf.container)
-        if other is None or _DECIDING.index(leaf.name) < _DECIDING.index(other.name):
-            first[leaf.container] = leaf
-    # If another deciding name in the container has another width, the width is not a text's.
-    of_other_width = [
-        leaf
-        for leaf in texts
-        if leaf.name in _DECIDING
-        and leaf is not first[leaf.container]
-        and leaf.width != first[leaf.container].width
-    ]
-    return [*first.values(), *of_other_width]
 
 
 def _listed(leaves: list[_Leaf], name: str) -> str:

@@ -1,21 +1,21 @@
 r"""The contrastive loss in tiles: no matrix of all scores, in the forward or in the backward.
 
-Two passes over the tiles of the score matrix. The forward keeps, for each row i, the running terms
+Two passes over the tiles of the score matrix. The first keeps, for each row i, the running terms
 of an online log-sum-exp (Milakov and Gimelshein, "Online normalizer calculation for softmax",
 arXiv:1805.02867), relative to the largest score, the row's own score included:
 
 .. math:: t = \max_j s_{ij}, \quad r = \sum_{j \ne i} e^{s_{ij} - t}, \quad m = t - s_{ii}, \quad
     h = \log(1 + (e^{-m} - 1) + r), \quad \ell = m + h
 
-The backward computes each tile again and turns it into the softmax
+The second computes each tile again and turns it into the softmax
 :math:`w_j = e^{s_{ij} - t - h}`; not :math:`e^{s_{ij} - s_{ii} - \ell}`, because a large m rounds
 h away. The derivative by the own score is :math:`-\sum_{j \ne i} w_j`. It is computed as this sum
 and not as softmax - 1, so a small gradient keeps its precision, as a small loss does.
 
 A tile of this rank's queries and this rank's positives serves both directions of a symmetric loss.
 
-A PyLayer has the derivatives. Its backward can run only once, so `_dense_loss` is the default. A
-Program has no PyLayer: there the forward computes the gradients too.
+The forward computes the gradients too; the backward multiplies them by what comes from above. It
+can run only once, so `_dense_loss` is the default.
 """
 
 from __future__ import annotations
@@ -43,11 +43,27 @@ ROWS, COLUMNS = 1, 0
 def streamed_loss(
     batch: ContrastiveBatch, scale: Scale, options: LossOptions, tile: int
 ) -> paddle.Tensor:
-    """Like `whole_loss`, in tiles of at most [tile, tile] scores."""
-    vectors = _vectors_of(batch)
+    """Like `whole_loss`, in tiles of at most [tile, tile] scores.
+
+    Raises:
+        StaticGraphError: The number of rows is not known while a Program is built.
+    """
+    tensors = [batch.queries, batch.positives]
+    if batch.negatives is not None:
+        tensors.append(batch.negatives)
+    if not is_dygraph() and any(one.shape[0] < 0 for one in tensors):
+        raise StaticGraphError(
+            f"tile={tile}: in a Program the tiles are counted while it is built, and the number of "
+            "pairs is not known then (-1); give it in input_spec, or set tile=None"
+        )
     plan = _Plan(batch, options, tile)
-    learned = isinstance(scale, paddle.Tensor)
-    loss = _Streamed.apply(plan, None if learned else scale, *vectors, *[scale][: int(learned)])
+    fixed = scale if isinstance(scale, float) else None
+    if fixed is None:
+        tensors.append(scale)
+    if not is_dygraph():
+        return _in_program(plan, fixed, tensors)
+    needed = [paddle.is_grad_enabled() and not one.stop_gradient for one in tensors]
+    loss = _Streamed.apply(plan, fixed, needed, *tensors)
     SingleBackwardGuard(
         ConfigError,
         f"tile={tile}: the backward of the tiled loss can run only once (received "
@@ -56,45 +72,42 @@ def streamed_loss(
     return loss
 
 
-def streamed_loss_in_program(
-    batch: ContrastiveBatch, scale: Scale, options: LossOptions, tile: int
-) -> Any:
-    """`streamed_loss` in a Program, where no operator has a gradient of our own.
+class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
+    @staticmethod
+    def forward(
+        ctx: Any, plan: _Plan, scale: float | None, needed: list[bool], *tensors: paddle.Tensor
+    ) -> paddle.Tensor:
+        with amp_off():
+            loss, ctx.gradients = _loss_and_gradients(plan, tensors, scale, needed)
+            return loss
 
-    The forward computes the gradients too. Each goes into the loss as (v * gradient).sum() minus
-    the same without a gradient: 0, with the gradient as its derivative.
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        with amp_off():
+            return tuple(one if one is None else one.multiply_(upstream) for one in gradients)
 
-    Raises:
-        StaticGraphError: The number of rows is not known while the Program is built.
+
+def _in_program(plan: _Plan, scale: float | None, tensors: Sequence[paddle.Tensor]) -> Any:
+    """The loss in a Program, where no operator has a gradient of our own.
+
+    Each goes into the loss as (v * gradient).sum() minus the same without a gradient: 0, with the
+    gradient as its derivative.
     """
-    vectors = _vectors_of(batch)
-    if any(one.shape[0] < 0 for one in vectors):
-        raise StaticGraphError(
-            f"tile={tile}: in a Program the tiles are counted while it is built, and the number of "
-            "pairs is not known then (-1); give it in input_spec, or set tile=None"
-        )
-    plan = _Plan(batch, options, tile)
-    number = scale if isinstance(scale, float) else None
-    inputs = vectors if number is not None else [*vectors, scale]
     # Copies: what is detached in a Program (3.3) shares memory that may be overwritten.
-    values = [paddle.assign(one).detach() for one in inputs]
-    loss, searches = _loss(plan, values, number)
-    needed = [not one.stop_gradient for one in inputs]
-    gradients = _gradients(plan, values, number, needed, searches, paddle.ones([], loss.dtype))
-    terms = [
-        (one * gradient.detach()).sum()
-        for one, gradient in zip(inputs, gradients, strict=True)
-        if gradient is not None
-    ]
+    values = [paddle.assign(one).detach() for one in tensors]
+    needed = [not one.stop_gradient for one in tensors]
+    loss, gradients = _loss_and_gradients(plan, values, scale, needed)
     if not any(needed):
         return loss
-    carrier = paddle.add_n(terms)
+    carrier = paddle.add_n(
+        [
+            (one * gradient.detach()).sum()
+            for one, gradient in zip(tensors, gradients, strict=True)
+            if gradient is not None
+        ]
+    )
     return loss.detach() + (carrier - paddle.assign(carrier).detach())
-
-
-def _vectors_of(batch: ContrastiveBatch) -> list[paddle.Tensor]:
-    vectors = [batch.queries, batch.positives]
-    return vectors if batch.negatives is None else [*vectors, batch.negatives]
 
 
 @dataclass
@@ -240,57 +253,33 @@ class _Search:
         return weights
 
 
-class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
-    @staticmethod
-    def forward(
-        ctx: Any, plan: _Plan, scale: float | None, *tensors: paddle.Tensor
-    ) -> paddle.Tensor:
-        ctx.plan, ctx.scale = plan, scale
-        ctx.needed = [not tensor.stop_gradient for tensor in tensors]
-        ctx.save_for_backward(*tensors)
-        with amp_off():
-            loss, ctx.searches = _loss(plan, tensors, scale)
-            return loss
+def _loss_and_gradients(
+    plan: _Plan, tensors: Sequence[paddle.Tensor], given_scale: float | None, needed: list[bool]
+) -> tuple[paddle.Tensor, list[paddle.Tensor | None]]:
+    """The loss, and its gradient by each of `tensors`; None where it is not needed.
 
-    @staticmethod
-    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
-        with amp_off():
-            return tuple(
-                _gradients(
-                    ctx.plan, ctx.saved_tensor(), ctx.scale, ctx.needed, ctx.searches, upstream
-                )
-            )
-
-
-def _loss(
-    plan: _Plan, tensors: Sequence[paddle.Tensor], scale: float | None
-) -> tuple[paddle.Tensor, dict[int, _Search]]:
-    """The loss, and what its gradient needs of the searches, by the side that searches."""
-    sides, factor = _sides_and_scale(plan, tensors, scale, [False] * len(tensors))
+    Without a given scale, the last of `tensors` is the scale.
+    """
+    vectors = tensors[:-1] if given_scale is None else tensors
+    scale: Any = tensors[-1] if given_scale is None else given_scale
+    kind = VectorBlocks if is_dygraph() else BlocksInProgram
+    sides = [
+        kind(one, normalize=plan.options.normalize, with_gradient=wanted)
+        for one, wanted in zip(vectors, needed, strict=False)
+    ]
     own = [
-        (sides[QUERIES].rows(rows) * factor * sides[POSITIVES].rows(columns)).sum(1)
+        (sides[QUERIES].rows(rows) * scale * sides[POSITIVES].rows(columns)).sum(1)
         for rows, columns in plan.own
     ]
     searches = {side: _Search(own, plan.options.label_smoothing) for side in plan.searching}
-    for tile in _scored(plan, sides, factor):
+    for tile in _scored(plan, sides, scale):
         for side, k, axis in tile.searches:
             searches[side].take(tile, k, axis)
-    losses = [search.finish() for search in searches.values()]
-    return paddle.add_n(losses) * plan.share, searches
-
-
-def _gradients(
-    plan: _Plan,
-    tensors: Sequence[paddle.Tensor],
-    given_scale: float | None,
-    needed: list[bool],
-    searches: dict[int, _Search],
-    upstream: paddle.Tensor,
-) -> list[paddle.Tensor | None]:
-    """The gradient by each of `tensors`, times `upstream`; None where it is not needed."""
-    sides, scale = _sides_and_scale(plan, tensors, given_scale, needed)
-    by_scale = paddle.zeros_like(upstream)
-    totals = [paddle.zeros([rows[1] - rows[0]], upstream.dtype) for rows, _ in plan.own]
+    loss = paddle.add_n([search.finish() for search in searches.values()]) * plan.share
+    if not any(needed):
+        return loss, [None] * len(tensors)
+    by_scale = paddle.zeros_like(loss)
+    totals = [paddle.zeros_like(one) for one in own]
     for tile in _scored(plan, sides, scale):
         weights = None
         for side, k, axis in tile.searches:
@@ -304,11 +293,10 @@ def _gradients(
         sides[QUERIES].add(rows, weights * positive)
         sides[POSITIVES].add(columns, weights * query)
         by_scale = by_scale + (weights * query * positive).sum()
-    upstream = upstream * plan.share
-    results = [side.gradient(upstream * scale, plan.tile) for side in sides]
+    gradients = [side.gradient(scale * plan.share, plan.tile) for side in sides]
     if given_scale is None:
-        results.append((by_scale * upstream).reshape(scale.shape))
-    return results
+        gradients.append((by_scale * plan.share).reshape(scale.shape))
+    return loss, gradients
 
 
 def _add_product(sides: list[VectorBlocks], tile: _Tile, weights: paddle.Tensor) -> paddle.Tensor:
@@ -329,19 +317,6 @@ def _scored(plan: _Plan, sides: list[VectorBlocks], scale: Scale) -> Iterator[_T
         )
         tile.scores = paddle.matmul(tile.left * scale, tile.right, transpose_y=True)
         yield tile
-
-
-def _sides_and_scale(
-    plan: _Plan, tensors: Sequence[paddle.Tensor], scale: float | None, needed: list[bool]
-) -> tuple[list[VectorBlocks], Scale]:
-    """The sides and the scale; a learned scale is the last tensor."""
-    vectors = tensors[:-1] if scale is None else tensors
-    kind = VectorBlocks if is_dygraph() else BlocksInProgram
-    sides = [
-        kind(one, normalize=plan.options.normalize, with_gradient=wanted)
-        for one, wanted in zip(vectors, needed, strict=False)
-    ]
-    return sides, tensors[-1] if scale is None else scale
 
 
 def _blocks(rows: slice, tile: int) -> Iterator[Block]:

@@ -48,7 +48,7 @@ class VectorBlocks:
             first, behind = block
             self._sums[first:behind] = self._sums[first:behind] + gradient
 
-    def gradient(self, factor: paddle.Tensor, block_rows: int) -> paddle.Tensor | None:
+    def gradient(self, factor: float | paddle.Tensor, block_rows: int) -> paddle.Tensor | None:
         """The gradient by the given vectors; call it once, at the end.
 
         Args:
@@ -58,7 +58,7 @@ class VectorBlocks:
         sums, self._sums = self._sums, None
         if sums is None:
             return None
-        sums.multiply_(factor)
+        sums = sums.scale_(factor) if isinstance(factor, float) else sums.multiply_(factor)
         if self._lengths is None:
             return sums
         for first in range(0, sums.shape[0], block_rows):
@@ -103,7 +103,7 @@ class BlocksInProgram(VectorBlocks):
             before = self._parts.get(block)
             self._parts[block] = gradient if before is None else before + gradient
 
-    def gradient(self, factor: paddle.Tensor, block_rows: int) -> paddle.Tensor | None:
+    def gradient(self, factor: float | paddle.Tensor, block_rows: int) -> paddle.Tensor | None:
         if not self._with_gradient:
             return None
         parts = []

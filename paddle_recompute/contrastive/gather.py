@@ -14,11 +14,7 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
-from paddle_recompute.distributed import (
-    is_distributed,
-    reduce_numbers,
-    run_collective,
-)
+from paddle_recompute.distributed import is_distributed, reduce_numbers, run_collective
 from paddle_recompute.errors import DataError, StaticGraphError, SyncError
 
 
@@ -99,14 +95,8 @@ class RowsOfRanks:
         longest = max(self.counts)
         if min(self.counts) == longest:
             return padded
-        firsts = (longest * rank for rank in range(len(self.counts)))
-        return paddle.concat(
-            [
-                padded[first : first + count]
-                for first, count in zip(firsts, self.counts, strict=True)
-                if count
-            ]
-        )
+        rows = enumerate(self.counts)
+        return paddle.concat([padded[longest * rank :][:count] for rank, count in rows if count])
 
 
 def has_other_ranks(group: Group | None) -> bool:

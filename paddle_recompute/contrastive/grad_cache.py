@@ -16,7 +16,7 @@ from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
 from paddle_recompute.contrastive._own_backward import ChunksWithOwnBackward, OwnBackward
 from paddle_recompute.contrastive._repetition import check_repetition
-from paddle_recompute.contrastive._step import Step
+from paddle_recompute.contrastive._step import one_step
 from paddle_recompute.contrastive._texts import LengthOf, has_texts
 from paddle_recompute.distributed import is_distributed
 from paddle_recompute.errors import ConfigError, DataError
@@ -230,8 +230,8 @@ class GradCache:
         sync = sync or self.sync
         encoders = self._chunked_encoders((query, positive, *negatives))
         self.num_chunks = sum(encoder.num_chunks for encoder in encoders)
-        with Step() as step:
-            with self._no_sync(sync):
+        with one_step() as run_hooks:
+            with self._synchronizing(sync, now=False):
                 loss, in_order = self._backward_of_loss(encoders, loss_scale, loss_arguments or {})
                 if sync is not None:
                     sync.add_loss(loss)
@@ -242,11 +242,11 @@ class GradCache:
                         encoder.backward(chunk)
                     if self._is_checked:  # before other ranks wait for this one
                         self._note_repetition(in_order)
-            with self._last_backward(sync) if last else self._no_sync(sync), amp_off():
+            with self._synchronizing(sync, now=last), amp_off():
                 for encoder, chunk in final:
                     encoder.backward(chunk)
                 self._note_repetition(in_order)
-                step.run_hooks()
+                run_hooks()
         self._num_calls += 1
         return loss
 
@@ -379,19 +379,11 @@ class GradCache:
         return loss.detach(), in_order[::-1]
 
     @contextlib.contextmanager
-    def _no_sync(self, sync: GradientSync | None) -> Iterator[None]:
+    def _synchronizing(self, sync: GradientSync | None, now: bool) -> Iterator[None]:
+        """Inside, `sync` sends the gradients of a backward if `now`, and DataParallel none."""
         with contextlib.ExitStack() as stack:
             if sync is not None:
-                stack.enter_context(sync.no_sync())
-            for encoder in self._parallel:
-                stack.enter_context(encoder.no_sync())
-            yield
-
-    @contextlib.contextmanager
-    def _last_backward(self, sync: GradientSync | None) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if sync is not None:
-                stack.enter_context(sync.last_backward())
+                stack.enter_context(sync.last_backward() if now else sync.no_sync())
             for encoder in self._parallel:
                 stack.enter_context(encoder.no_sync())
             yield

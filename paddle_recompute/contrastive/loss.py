@@ -22,7 +22,7 @@ from paddle_recompute.contrastive._dense_loss import whole_loss
 from paddle_recompute.contrastive._gather_static import gather_in_program
 from paddle_recompute.contrastive._prefixes import checked_dims, prefixes
 from paddle_recompute.contrastive._step import at_end_of_step
-from paddle_recompute.contrastive._tiled_loss import streamed_loss, streamed_loss_in_program
+from paddle_recompute.contrastive._tiled_loss import streamed_loss
 from paddle_recompute.contrastive.gather import agree_on_rows, gather_rows, has_other_ranks
 from paddle_recompute.errors import ConfigError, DataError, StaticGraphError
 
@@ -223,16 +223,23 @@ class ContrastiveLoss(paddle.nn.Layer):
         """
         if hard_negatives is not None and len(hard_negatives.shape) == 2 and is_dygraph():
             hard_negatives = _by_query(hard_negatives, query)
-        given = (query, positive, hard_negatives, positive_ids, negative_ids)
         _check_shapes(query, positive, hard_negatives)
-        self._check_ids(*given)
+        given = {
+            "queries": query,
+            "positives": positive,
+            "negatives": hard_negatives,
+            "positive_ids": positive_ids,
+            "negative_ids": negative_ids,
+        }
+        tensors = {name: one for name, one in given.items() if one is not None}
+        self._check_ids(tensors)
         if self.group is not None and not is_dygraph():
             raise StaticGraphError(
                 f"{self.group}: in a Program negatives come from all ranks; set group=None, or "
                 "negatives='local'"
             )
         with amp_off() if is_dygraph() else native().in_float32():
-            batch, weight = self._batch(*given)
+            batch, weight = self._batch(tensors)
             options = LossOptions(self.symmetric, self.label_smoothing, weight, self.normalize)
             scale = self._scale(batch.queries.dtype)
             if self.matryoshka_dims is None:
@@ -244,27 +251,16 @@ class ContrastiveLoss(paddle.nn.Layer):
     def _of(self, batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> paddle.Tensor:
         if self.tile is None:
             return whole_loss(batch, scale, options)
-        tiled = streamed_loss if is_dygraph() else streamed_loss_in_program
-        return tiled(batch, scale, options, self.tile)
+        return streamed_loss(batch, scale, options, self.tile)
 
-    def _batch(
-        self,
-        query: paddle.Tensor,
-        positive: paddle.Tensor,
-        hard_negatives: paddle.Tensor | None,
-        positive_ids: paddle.Tensor | None,
-        negative_ids: paddle.Tensor | None,
-    ) -> tuple[ContrastiveBatch, float]:
+    def _batch(self, tensors: dict[str, paddle.Tensor]) -> tuple[ContrastiveBatch, float]:
         """All vectors to score, in float32 at least, and the weight of this rank's mean."""
-        query, positive = self._vectors(query), self._vectors(positive)
-        tensors = {"queries": query, "positives": positive}
-        if hard_negatives is not None:
-            tensors["negatives"] = self._vectors(hard_negatives)
-        if positive_ids is not None:
-            tensors["positive_ids"] = positive_ids
-        if negative_ids is not None:
-            tensors["negative_ids"] = negative_ids
-        num_pairs, weight, places = query.shape[0], 1.0, {}
+        tensors = {
+            name: one if name.endswith("ids") else self._vectors(one)
+            for name, one in tensors.items()
+        }
+        lonely = "negatives" not in tensors or self.symmetric  # has a pair without another
+        num_pairs, weight, places = tensors["queries"].shape[0], 1.0, {}
         elsewhere = self.negatives == "global" and has_other_ranks(self.group)
         if elsewhere and not is_dygraph():
             tensors = gather_in_program(tensors)
@@ -286,7 +282,7 @@ class ContrastiveLoss(paddle.nn.Layer):
                 places["own_queries"] = rows.own
             num_pairs = rows.total
             weight = rows.counts[rows.rank] * len(rows.counts) / rows.total
-        _check_number(num_pairs, lonely=hard_negatives is None or self.symmetric)
+        _check_number(num_pairs, lonely=lonely)
         for name in ("negatives", "negative_ids"):
             if name in tensors:  # they are candidates for all pairs
                 tensors[name] = tensors[name].flatten(0, 1)
@@ -325,31 +321,21 @@ class ContrastiveLoss(paddle.nn.Layer):
         with amp_off():
             self.logit_scale.clip_(max=math.log(MAX_SCALE))
 
-    def _check_ids(
-        self,
-        query: paddle.Tensor,
-        positive: paddle.Tensor,
-        hard_negatives: paddle.Tensor | None,
-        positive_ids: paddle.Tensor | None,
-        negative_ids: paddle.Tensor | None,
-    ) -> None:
-        if not self.mask_false_negatives:
-            if positive_ids is not None or negative_ids is not None:
-                raise DataError(
-                    "ids are only used with mask_false_negatives=True; set it, or leave them out"
-                )
-            return
-        for name, ids, of in (
-            ("positive_ids", positive_ids, positive),
-            ("negative_ids", negative_ids, hard_negatives),
-        ):
+    def _check_ids(self, tensors: dict[str, paddle.Tensor]) -> None:
+        given = {"positive_ids", "negative_ids"} & tensors.keys()
+        if given and not self.mask_false_negatives:
+            raise DataError(
+                "ids are only used with mask_false_negatives=True; set it, or leave them out"
+            )
+        for name in ("positive", "negative") if self.mask_false_negatives else ():
+            of, ids = tensors.get(f"{name}s"), tensors.get(f"{name}_ids")
             wanted = None if of is None else list(of.shape[:-1])
             found = None if ids is None else list(ids.shape)
             if found != wanted or (ids is not None and ids.dtype != paddle.int64):
                 received = "none" if ids is None else f"{ids.dtype} of shape {found}"
                 allowed = "none" if wanted is None else f"int64 of shape {wanted}"
                 raise DataError(
-                    f"{name}: received {received}; with mask_false_negatives and these vectors "
+                    f"{name}_ids: received {received}; with mask_false_negatives and these vectors "
                     f"allowed is {allowed}"
                 )
 

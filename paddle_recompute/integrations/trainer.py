@@ -9,9 +9,7 @@ finds nothing to synchronize. The last micro-batch of an optimizer step runs ins
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -53,19 +51,7 @@ _REFUSED_WITH_STAGE_1 = (
 )
 
 if TYPE_CHECKING:
-
-    class _Trainer:
-        args: Any
-        model: paddle.nn.Layer
-        scaler: Any
-        do_grad_scaling: bool
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-        def add_callback(self, callback: Any) -> None: ...
-        def autocast_smart_context_manager(self) -> Any: ...
-        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any: ...
-        def _prepare_inputs(self, inputs: Any) -> Any: ...
-        def _wrap_model(self, model: Any, training: bool = True) -> Any: ...
+    _Trainer = Any
 else:
     _Trainer = object
 
@@ -159,9 +145,7 @@ class RecomputeTrainerMixin(_Trainer):
 
 
 class _LoopEvents:
-    """A callback of either library: all its events do nothing, but those of an epoch's beginning
-    and before the update.
-    """
+    """A callback of either library, for the beginning of an epoch and for the update."""
 
     def __init__(self, trainer: RecomputeTrainerMixin) -> None:
         self._trainer = trainer
@@ -176,11 +160,7 @@ class _LoopEvents:
     def __getattr__(self, event: str) -> Any:
         if not event.startswith("on_"):
             raise AttributeError(event)
-        return _nothing
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a callback does at an event that does not concern it."""
+        return lambda *args, **kwargs: None
 
 
 @contextlib.contextmanager
@@ -197,17 +177,6 @@ def _bare_model_for_data_parallel() -> Iterator[None]:
         yield
     finally:
         paddle.DataParallel = original
-
-
-def _option_of_the_command(name: str) -> str:
-    """What ``--name`` was given on the command line of this process; "" if it was not."""
-    found: list[str] = []
-    for place, word in enumerate(sys.argv):
-        option, _, value = word.partition("=")
-        if option == f"--{name}":
-            following = itertools.takewhile(lambda w: not w.startswith("-"), sys.argv[place + 1 :])
-            found += [value] if value else following
-    return " ".join(found).strip()
 
 
 def _refuse(*given: Any) -> None:
@@ -242,11 +211,10 @@ def _refuse(*given: Any) -> None:
 
 
 def _sharding_of(settings: Any) -> str:
-    """What is asked for, in words; on one rank their arguments forget it."""
+    """What is asked for, in words; on one rank their arguments drop it, and it has no effect."""
     sharding = getattr(settings, "sharding", None)
     stages = sharding if isinstance(sharding, list | tuple) else [sharding]
-    asked = " ".join(str(getattr(one, "value", one)) for one in stages if one)
-    return asked or (_option_of_the_command("sharding") if sharding is not None else "")
+    return " ".join(str(getattr(one, "value", one)) for one in stages if one)
 
 
 def _is_stage_1(settings: Any) -> bool:

@@ -18,7 +18,6 @@ from paddle_recompute.replay.comparison import (
 from paddle_recompute.replay.model_state import ModelStamp, ModelState, alias, clone
 from paddle_recompute.replay.random_streams import Draws, RngState
 from paddle_recompute.replay.reach import Reach, layers_of
-from paddle_recompute.replay.row import Row
 from paddle_recompute.replay.writes import (
     Stamp,
     is_written_since,
@@ -41,7 +40,6 @@ __all__ = [
     "Occasions",
     "Reach",
     "RngState",
-    "Row",
     "Seen",
     "Stamp",
     "alias",

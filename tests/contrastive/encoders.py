@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +10,12 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from paddle_recompute import ContrastiveLoss
+from paddle_recompute import ContrastiveLoss, GradCache
 from paddle_recompute.app.encoder.ernie import PADDED_SCORE
 
 BATCH, LENGTH, WIDTH, WORDS = 24, 10, 16, 50
+SIZE = 7
+CHUNKS = -(-BATCH // SIZE)
 
 Gradients = list[Any]
 
@@ -59,22 +62,59 @@ def criterion(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
 def one_shot(
     encoders: Any,
     loss: Callable[..., paddle.Tensor],
-    query: Any,
-    positive: Any,
-    *,
+    *inputs: Any,
     chunk_size: int | None = None,
     scale: float = 1.0,
 ) -> paddle.Tensor:
     """The plain step: one loss over the whole batch, encoded with a graph, in chunks or at once."""
     pair = encoders if isinstance(encoders, tuple) else (encoders, encoders)
     embeddings = []
-    for encoder, ids in zip(pair, (query, positive), strict=True):
-        size = chunk_size or len(ids)
-        parts = [encoder(ids[first : first + size]) for first in range(0, len(ids), size)]
-        embeddings.append(paddle.concat(parts) if len(parts) > 1 else parts[0])
+    for place, rows in enumerate(inputs):
+        size = chunk_size or len(rows)
+        starts = range(0, len(rows), size)
+        embeddings.append(
+            concat([pair[min(place, 1)](rows[first : first + size]) for first in starts])
+        )
     value = loss(*embeddings)
     (value * scale).backward()
     return value.detach()
+
+
+def concat(parts: list[Any]) -> Any:
+    """The outputs of all chunks as one: tensors joined, in dicts and tuples too."""
+    if isinstance(parts[0], dict):
+        return {key: concat([part[key] for part in parts]) for key in parts[0]}
+    if isinstance(parts[0], tuple):
+        return tuple(concat(list(each)) for each in zip(*parts, strict=True))
+    if len(parts) == 1 or not isinstance(parts[0], paddle.Tensor):
+        return parts[0]
+    return paddle.concat(parts)
+
+
+def step(
+    is_cached: bool,
+    encoders: Any,
+    loss: Callable[..., paddle.Tensor] = criterion,
+    inputs: Sequence[Any] | None = None,
+    chunk_size: int | None = SIZE,
+) -> paddle.Tensor:
+    """A step of GradCache, or the plain one over the same chunks, from the same random numbers."""
+    inputs = inputs or (texts(1), texts(2))
+    paddle.seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    if is_cached:
+        return GradCache(encoders, loss, chunk_size=chunk_size).backward(*inputs)
+    return one_shot(encoders, loss, *inputs, chunk_size=chunk_size)
+
+
+def both(encoders: Any, *layers: Any, **options: Any) -> list[Gradients]:
+    """The gradients of the plain step and those of GradCache; `layers`: other than the encoders."""
+    found = []
+    for is_cached in (False, True):
+        step(is_cached, encoders, **options)
+        found.append(gradients(*(layers or (encoders,))))
+    return found
 
 
 def parameters(*layers: Any) -> list[paddle.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,34 @@ def reference(
         float((by_score * scores).sum()),
         float(max(size.max() for size in sizes) / temperature),
     )
+
+
+def of_starts(
+    dims: Sequence[int], query: Array, positive: Array, *args: Any, **options: Any
+) -> Expected:
+    """The mean over `dims` of `reference` of the vectors' first numbers, scaled to length 1."""
+    given = {"query": query, "positive": positive, "negatives": options.pop("negatives", None)}
+    vectors = {name: one.astype(np.float64) for name, one in given.items() if one is not None}
+    mean = Expected(0.0, *(np.zeros_like(vectors.get(name, query)) for name in given), 0.0, 0.0)
+    for dim in dims:
+        starts = {name: one[..., :dim] for name, one in vectors.items()}
+        lengths = {n: np.linalg.norm(one, axis=-1, keepdims=True) for n, one in starts.items()}
+        units = {name: starts[name] / lengths[name] for name in starts}
+        one = reference(
+            units["query"],
+            units["positive"],
+            *args,
+            negatives=units.get("negatives"),
+            **options,
+        )
+        mean.loss += one.loss / len(dims)
+        mean.logit_scale += one.logit_scale / len(dims)
+        mean.size = max(mean.size, one.size / min(float(each.min()) for each in lengths.values()))
+        for name, unit in units.items():
+            by_unit = getattr(one, name)
+            along = (by_unit * unit).sum(-1, keepdims=True) * unit
+            getattr(mean, name)[..., :dim] += (by_unit - along) / lengths[name] / len(dims)
+    return mean
 
 
 def one_direction(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import paddle
 import paddle.distributed as dist
@@ -13,8 +10,7 @@ import pytest
 from paddle_recompute import all_gather_with_grad
 from paddle_recompute.contrastive import gather
 from paddle_recompute.errors import DataError, StaticGraphError, SyncError
-from paddle_recompute.grad_sync import GradientSync
-from tests.contrastive.loss_reference import Array, unit_rows
+from tests.contrastive.loss_reference import Array
 from tests.ranks import run_ranks
 
 # Of rank 0 and rank 1: even, uneven either way, and a rank without any.
@@ -36,10 +32,11 @@ def rows_of(case: int, rank: int) -> Array:
     return random.integers(-16, 17, SHAPES[case][rank]).astype(np.float64) / 8
 
 
-def gathered_and_differentiated() -> list[tuple[Array, Array]]:
-    """Of each case and dtype: what arrives, and the gradient of (rank + 1) * sum(rows ** 2)."""
-    rank, found = dist.get_rank(), []
+def gathered_and_differentiated() -> None:
+    """What arrives, and the gradient of (rank + 1) * sum(rows ** 2)."""
+    rank = dist.get_rank()
     for case in range(len(SHAPES)):
+        both = np.concatenate([rows_of(case, 0), rows_of(case, 1)])
         for dtype in DTYPES:
             tensor = paddle.to_tensor(rows_of(case, rank)).astype(dtype).detach()
             tensor.stop_gradient = False
@@ -47,146 +44,65 @@ def gathered_and_differentiated() -> list[tuple[Array, Array]]:
             assert joined.dtype == tensor.dtype
             wide = joined.astype("float64")  # a CPU cannot multiply float16
             ((rank + 1) * wide * wide).sum().backward()
+            np.testing.assert_array_equal(wide.numpy(), both)
             gradient = tensor.grad
             if gradient is None and not tensor.shape[0]:  # Paddle 2.6 keeps none of no rows
-                gradient = tensor
+                continue
             assert gradient.dtype == tensor.dtype
-            found.append((wide.numpy(), gradient.astype("float64").numpy()))
-    return found
+            expected = (1 + 2) * 2 * rows_of(case, rank)
+            np.testing.assert_array_equal(gradient.astype("float64").numpy(), expected)
 
 
 def test_rows_come_in_the_order_of_ranks_and_gradients_are_the_sum_over_them() -> None:
-    for rank, found in enumerate(run_ranks(gathered_and_differentiated, 2)):
-        cases = [case for case in range(len(SHAPES)) for _ in DTYPES]
-        assert len(found) == len(cases)
-        for case, (joined, gradient) in zip(cases, found, strict=True):
-            both = np.concatenate([rows_of(case, 0), rows_of(case, 1)])
-            np.testing.assert_array_equal(joined, both)
-            np.testing.assert_array_equal(gradient, (1 + 2) * 2 * rows_of(case, rank))
+    run_ranks(gathered_and_differentiated, 2)
 
 
-def everything_else() -> dict[str, Any]:
+def trained(*shape: int, value: float = 1.0) -> paddle.Tensor:
+    tensor = paddle.full(shape, value)
+    tensor.stop_gradient = False
+    return tensor
+
+
+def everything_else() -> None:
     """What else two ranks can tell, in one launch."""
     rank = dist.get_rank()
-    found: dict[str, Any] = {}
-
-    # A view that is not contiguous.
-    square = paddle.to_tensor(unit_rows((3, 3), rank), stop_gradient=False)
-    found["transposed"] = all_gather_with_grad(square.t()).numpy()
 
     # The engine gives one gradient to both operands of a sum: summing in place would spoil it.
-    own = paddle.ones([2, 3])
-    other = paddle.zeros([4, 3])
-    own.stop_gradient = other.stop_gradient = False
+    own, other = trained(2, 3), trained(4, 3)
     ((all_gather_with_grad(own) + other) * (rank + 1.0)).sum().backward()
-    found["other"], found["own"] = other.grad.numpy(), own.grad.numpy()
+    np.testing.assert_array_equal(other.grad.numpy(), np.full((4, 3), rank + 1.0))
+    np.testing.assert_array_equal(own.grad.numpy(), np.full((2, 3), 3.0))
 
-    # Twice in one graph, through a group.
+    # Twice in one graph, through a group: twice as much, summed over 2 ranks by the outer gathering
+    # and again by the inner one.
     group = dist.new_group([0, 1])
-    own = paddle.full([1 + rank, 2], 3.0)
-    own.stop_gradient = False
-    once = all_gather_with_grad(own, group)
-    twice = all_gather_with_grad(once * 2, group)
+    own = trained(1 + rank, 2, value=3.0)
+    twice = all_gather_with_grad(all_gather_with_grad(own, group) * 2, group)
     twice.sum().backward()
-    found["twice"] = (list(twice.shape), own.grad.numpy())
+    assert twice.shape == [6, 2]
+    np.testing.assert_array_equal(own.grad.numpy(), np.full((1 + rank, 2), 2.0 * 2 * 2))
 
     # No gradient is asked for.
-    plain = all_gather_with_grad(paddle.ones([2, 2]))
+    assert all_gather_with_grad(paddle.ones([2, 2])).stop_gradient
     with paddle.no_grad():
-        evaluated = all_gather_with_grad(own)
-    found["stopped"] = (plain.stop_gradient, evaluated.stop_gradient)
+        assert all_gather_with_grad(own).stop_gradient
 
-    def refused(call: Callable[[], Any]) -> str:
-        with pytest.raises(SyncError) as caught:
-            call()
-        return str(caught.value)
-
-    found["dim"] = refused(lambda: all_gather_with_grad(paddle.ones([2, 3 + rank])))
-    found["dtype"] = refused(
-        lambda: all_gather_with_grad(paddle.ones([2, 3], "float32" if rank else "float64"))
-    )
-    frozen = paddle.ones([2, 3])
-    frozen.stop_gradient = rank == 1
-    found["frozen"] = refused(lambda: all_gather_with_grad(frozen))
-
-    again = paddle.ones([2, 3])
-    again.stop_gradient = False
-    joined = all_gather_with_grad(again).sum()
+    with pytest.raises(SyncError, match=rf"rank {rank} has \[rows, {3 + rank}\]"):
+        all_gather_with_grad(paddle.ones([2, 3 + rank]))
+    with pytest.raises(SyncError, match="only the number of rows may differ"):
+        all_gather_with_grad(paddle.ones([2, 3], "float32" if rank else "float64"))
+    with pytest.raises(SyncError) as frozen:
+        all_gather_with_grad(paddle.ones([2, 3]) if rank else trained(2, 3))
+    assert ("with gradient" in str(frozen.value)) == (rank == 0)
+    joined = all_gather_with_grad(trained(2, 3)).sum()
     joined.backward(retain_graph=True)
-    found["again"] = refused(joined.backward)
-    found["after"] = all_gather_with_grad(paddle.full([1], float(rank))).tolist()
-    return found
+    with pytest.raises(SyncError, match="can run once only"):
+        joined.backward()
+    assert all_gather_with_grad(paddle.full([1], float(rank))).tolist() == [0.0, 1.0]
 
 
 def test_two_ranks_agree_or_are_told() -> None:
-    results = run_ranks(everything_else, 2)
-    for rank, found in enumerate(results):
-        both = np.concatenate([unit_rows((3, 3), 0).T, unit_rows((3, 3), 1).T])
-        np.testing.assert_array_equal(found["transposed"], both)
-        np.testing.assert_array_equal(found["other"], np.full((4, 3), rank + 1.0))
-        np.testing.assert_array_equal(found["own"], np.full((2, 3), 3.0))
-        shape, gradient = found["twice"]
-        assert shape == [6, 2]
-        # Twice as much, summed over 2 ranks by the outer gathering and again by the inner one.
-        np.testing.assert_array_equal(gradient, np.full((1 + rank, 2), 2.0 * 2 * 2))
-        assert found["stopped"] == (True, True)
-        assert f"rank {rank} has [rows, {3 + rank}]" in found["dim"]
-        assert "only the number of rows may differ" in found["dtype"]
-        assert ("with gradient" in found["frozen"]) == (rank == 0)
-        assert "can run once only" in found["again"]
-        assert found["after"] == [0.0, 1.0]
-
-
-class Below(paddle.nn.Layer):
-    """Parameters below and above a gathering: the upper ones are being sent while it goes back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        paddle.seed(3)
-        self.below = paddle.nn.Sequential(*[paddle.nn.Linear(16, 16) for _ in range(3)])
-        self.above = paddle.nn.Sequential(*[paddle.nn.Linear(16, 16) for _ in range(3)])
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return self.above(all_gather_with_grad(self.below(x)))
-
-
-STEPS = 12
-
-
-def batch(step: int, rank: int) -> paddle.Tensor:
-    return paddle.to_tensor(np.random.default_rng([step, rank]).normal(size=(3 + 2 * rank, 16)))
-
-
-def train(mode: str) -> tuple[list[Array], int]:
-    """The gradients of all steps, and how many buckets were sent early in the last one."""
-    paddle.set_default_dtype("float64")
-    model, rank = Below(), dist.get_rank()
-    sync = GradientSync(model, mode=mode, bucket_bytes=1000, first_bucket_bytes=1000)
-    gradients: list[Array] = []
-    for step in range(STEPS):
-        with sync.last_backward():
-            ((rank + 1) * model(batch(step, rank)).square().mean()).backward()
-        gradients.append(np.concatenate([p.grad.numpy().ravel() for p in model.parameters()]))
-        model.clear_gradients()
-    return gradients, sync.num_early_buckets
-
-
-def test_gathering_and_overlapped_synchronization_share_a_backward() -> None:
-    """Their collectives run at once, in groups of their own: right, and nobody waits forever."""
-    results = run_ranks(train, 2, mode="overlap")
-    paddle.set_default_dtype("float64")
-    try:
-        model = Below()
-        for step in range(STEPS):
-            rows = paddle.concat([batch(step, 0), batch(step, 1)])
-            ((1 + 2) / 2 * model(rows).square().mean()).backward()
-            expected = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
-            model.clear_gradients()
-            for gradients, num_early in results:
-                np.testing.assert_allclose(gradients[step], expected, rtol=0, atol=1e-13)
-                assert num_early > 3  # more than the layers above the gathering
-    finally:
-        paddle.set_default_dtype("float32")
+    run_ranks(everything_else, 2)
 
 
 # ------------------------------------------------------------------------- a single process

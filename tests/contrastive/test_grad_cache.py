@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+import gc
+from typing import Any, ClassVar
 
-import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
 
 from paddle_recompute import ContrastiveLoss, GradCache, apply_recompute
-from paddle_recompute.contrastive._chunks import by_length, joined
+from paddle_recompute._paddle import gradients as leaf_hooks
+from paddle_recompute._paddle.gradients import leaves_with_hooks
+from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.options import RecomputeConfig
+from paddle_recompute.recompute import is_recomputing
 from tests.contrastive.encoders import (
     BATCH,
+    SIZE,
     WIDTH,
     Encoder,
+    both,
     criterion,
     gradients,
     make,
     one_shot,
+    parameters,
     relative_difference,
     same_bits,
+    step,
     texts,
 )
 
@@ -31,34 +36,24 @@ TOLERANCE = 1e-5
 """A sum over the rows of a batch is rounded in another order when the rows come in chunks."""
 
 SIZES = {"one row": 1, "divisor": 8, "uneven": 5, "whole": BATCH, "more than there is": 100}
+each_number_of_towers = pytest.mark.parametrize("towers", [1, 2], ids=["tied", "separate"])
 
 
-class LearnableTemperature(paddle.nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_scale = self.create_parameter(
-            [1], default_initializer=paddle.nn.initializer.Constant(2.0)
-        )
-
-    def forward(self, query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
-        scores = paddle.matmul(query, positive, transpose_y=True) * self.log_scale.exp()
-        return F.cross_entropy(scores, paddle.arange(len(query)))
-
-
-@pytest.mark.parametrize("chunk_size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("towers", [1, 2], ids=["tied", "separate"])
-@pytest.mark.parametrize("loss", ["symmetric", "learnable"])
+@pytest.mark.parametrize("chunk_size", [*SIZES.values(), None], ids=[*SIZES, "no chunks"])
+@each_number_of_towers
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned temperature"])
 def test_same_bits_as_one_loss_over_the_same_chunks(
-    chunk_size: int, towers: int, loss: str
+    chunk_size: int | None, towers: int, learned: bool
 ) -> None:
     encoders, query, positive = make(towers), texts(1), texts(2)
-    criteria = {"symmetric": criterion, "learnable": LearnableTemperature()}
-    trained = (encoders, criteria[loss]) if loss == "learnable" else (encoders,)
+    loss = ContrastiveLoss(0.1, normalize=True, learnable_temperature=True)
+    trained = (encoders, loss) if learned else (encoders,)
+    criteria = loss if learned else criterion
     paddle.seed(3)
-    expected_loss = one_shot(encoders, criteria[loss], query, positive, chunk_size=chunk_size)
+    expected_loss = one_shot(encoders, criteria, query, positive, chunk_size=chunk_size)
     expected, stream = gradients(*trained), paddle.rand([1]).item()
 
-    cache = GradCache(encoders, criteria[loss], chunk_size=chunk_size)
+    cache = GradCache(encoders, criteria, chunk_size=chunk_size)
     paddle.seed(3)
     value = cache.backward(query, positive)
 
@@ -66,7 +61,7 @@ def test_same_bits_as_one_loss_over_the_same_chunks(
     assert value.item() == expected_loss.item()
     assert same_bits(gradients(*trained), expected)
     assert paddle.rand([1]).item() == stream, "the random stream stands where a step leaves it"
-    assert cache.num_chunks == 2 * -(-BATCH // chunk_size)
+    assert cache.num_chunks == 2 * -(-BATCH // (chunk_size or BATCH))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +70,7 @@ def test_same_bits_as_one_loss_over_the_same_chunks(
     + [{"chunk_tokens": tokens} for tokens in (1, 25, 10_000)],
     ids=str,
 )
-@pytest.mark.parametrize("towers", [1, 2], ids=["tied", "separate"])
+@each_number_of_towers
 def test_equal_to_the_unchunked_step_without_dropout(towers: int, chunks: dict[str, int]) -> None:
     encoders, query, positive = make(towers, dropout=0.0), texts(1), texts(2)
     expected_loss = one_shot(encoders, criterion, query, positive)
@@ -85,84 +80,17 @@ def test_equal_to_the_unchunked_step_without_dropout(towers: int, chunks: dict[s
     assert relative_difference(gradients(encoders), expected) < TOLERANCE
 
 
-def test_float64() -> None:
-    encoder, query, positive = make(1, dropout=0.0), texts(1), texts(2)
-    encoder.to(dtype="float64")
-    one_shot(encoder, criterion, query, positive)
-    expected = gradients(encoder)
-    GradCache(encoder, criterion, chunk_size=5).backward(query, positive)
-    assert relative_difference(gradients(encoder), expected) < 1e-13
-
-
-@pytest.mark.parametrize("checkpoints", [["encoder.layers.*"], ["encoder"]], ids=str)
-def test_with_recompute_inside(checkpoints: list[str]) -> None:
-    query, positive = texts(1), texts(2)
+@pytest.mark.parametrize(
+    "recompute",
+    [{"checkpoints": ["encoder.layers.*"]}, {"checkpoints": ["encoder"]}, {"engine": "fleet"}],
+    ids=str,
+)
+def test_with_recompute_inside(recompute: dict[str, Any]) -> None:
     plain, encoder = make(1), make(1)
-    paddle.seed(3)
-    one_shot(plain, criterion, query, positive, chunk_size=7)
-    apply_recompute(encoder, RecomputeConfig(checkpoints=checkpoints))
-    paddle.seed(3)
-    GradCache(encoder, criterion, chunk_size=7).backward(query, positive)
+    apply_recompute(encoder, RecomputeConfig(**recompute))
+    step(False, plain)
+    step(True, encoder)
     assert same_bits(gradients(encoder), gradients(plain))
-
-
-def test_with_paddles_own_recompute_inside() -> None:
-    query, positive = texts(1), texts(2)
-    plain, encoder = make(1), make(1)
-    paddle.seed(3)
-    one_shot(plain, criterion, query, positive, chunk_size=7)
-    apply_recompute(encoder, RecomputeConfig(engine="fleet"))
-    paddle.seed(3)
-    GradCache(encoder, criterion, chunk_size=7).backward(query, positive)
-    assert same_bits(gradients(encoder), gradients(plain))
-
-
-def test_chunks_by_length_are_those_of_one_loss_over_the_same_chunks() -> None:
-    encoder, query, positive = make(1), texts(1), texts(2)
-    paddle.seed(3)
-    embeddings = []
-    for ids in (query, positive):
-        chunks = by_length(ids, 30, None, len(ids), "ids")
-        embeddings.append(joined([encoder(chunk.of(ids)) for chunk in chunks], chunks))
-    criterion(*embeddings).backward()
-    expected = gradients(encoder)
-    paddle.seed(3)
-    GradCache(encoder, criterion, chunk_tokens=30).backward(query, positive)
-    assert same_bits(gradients(encoder), expected)
-
-
-@pytest.mark.parametrize("chunks", [{"chunk_size": 5}, {"chunk_tokens": 30}], ids=str)
-def test_the_loss_sees_all_rows_in_the_order_of_the_caller(chunks: dict[str, int]) -> None:
-    encoder, query, positive = make(1, dropout=0.0), texts(1), texts(2)
-    seen: list[paddle.Tensor] = []
-
-    def loss(*embeddings: paddle.Tensor) -> paddle.Tensor:
-        seen.extend(one.detach() for one in embeddings)
-        return criterion(*embeddings)
-
-    GradCache(encoder, loss, **chunks).backward(query, positive)
-    assert len(seen) == 2, "one call of the loss"
-    for ids, embedding in zip((query, positive), seen, strict=True):
-        np.testing.assert_allclose(embedding.numpy(), encoder(ids).numpy(), rtol=1e-4, atol=1e-6)
-
-
-class TwoHeads(Encoder):
-    """Returns {"pooled": ..., "ids": integers, "both": (first token, unused)}."""
-
-    def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__(dropout)
-        self.extra = paddle.nn.Linear(WIDTH, 4)
-        self.unused = paddle.nn.Linear(WIDTH, 4)
-
-    def forward(self, ids: paddle.Tensor) -> dict[str, Any]:
-        pooled = super().forward(ids)
-        same = self.extra(pooled)
-        return {
-            "pooled": pooled,
-            "ids": ids[:, 0],
-            "both": (same, self.unused(pooled), None),
-            "same": same,
-        }
 
 
 def of_heads(query: dict[str, Any], positive: dict[str, Any]) -> paddle.Tensor:
@@ -176,47 +104,21 @@ def of_heads(query: dict[str, Any], positive: dict[str, Any]) -> paddle.Tensor:
 
 
 def test_more_heads_than_one() -> None:
-    paddle.seed(1)
-    encoder, query, positive = TwoHeads(), texts(1), texts(2)
-    paddle.seed(3)
-    outputs = []
-    for ids in (query, positive):
-        parts = [encoder(ids[first : first + 7]) for first in range(0, BATCH, 7)]
-        outputs.append(
-            {
-                "pooled": paddle.concat([part["pooled"] for part in parts]),
-                "ids": paddle.concat([part["ids"] for part in parts]),
-                "both": (paddle.concat([part["both"][0] for part in parts]), None, None),
-                "same": paddle.concat([part["same"] for part in parts]),
-            }
-        )
-    expected_loss = of_heads(*outputs)
-    expected_loss.backward()
-    expected = gradients(encoder)
-    paddle.seed(3)
-    loss = GradCache(encoder, of_heads, chunk_size=7).backward(query, positive)
-    found = gradients(encoder)
-    assert loss.item() == expected_loss.item()
-    names = [name for name, _ in encoder.named_parameters()]
-    unused = [name for name, one in zip(names, found, strict=True) if one is None]
-    assert unused == ["unused.weight", "unused.bias"], "as in a plain step: None, not zeros"
-    used = [place for place, one in enumerate(found) if one is not None]
-    difference = relative_difference([found[i] for i in used], [expected[i] for i in used])
-    assert difference < TOLERANCE  # the order in which the engine adds the heads up is its own
+    encoder, extra, unused = make(1), paddle.nn.Linear(WIDTH, 4), paddle.nn.Linear(WIDTH, 4)
 
+    def heads(ids: paddle.Tensor) -> dict[str, Any]:
+        pooled = encoder(ids)
+        same = extra(pooled)
+        return {
+            "pooled": pooled,
+            "ids": ids[:, 0],
+            "both": (same, unused(pooled), None),
+            "same": same,
+        }
 
-def test_accumulated_calls_add_up() -> None:
-    encoder = make(1)
-    batches = [(texts(seed), texts(seed + 10)) for seed in range(3)]
-    paddle.seed(3)
-    for query, positive in batches:
-        one_shot(encoder, criterion, query, positive, chunk_size=8, scale=1 / 3)
-    expected = gradients(encoder)
-    cache = GradCache(encoder, criterion, chunk_size=8)
-    paddle.seed(3)
-    for number, (query, positive) in enumerate(batches):
-        cache.backward(query, positive, last=number == 2, loss_scale=1 / 3)
-    assert relative_difference(gradients(encoder), expected) < TOLERANCE
+    expected, found = both(heads, encoder, extra, loss=of_heads)
+    assert relative_difference(found, expected) < TOLERANCE  # the engine has an order of its own
+    assert unused.weight.grad is None, "not zeros"
 
 
 def test_the_loss_is_returned_unscaled() -> None:
@@ -235,111 +137,206 @@ def test_more_inputs_go_through_the_second_encoder_and_arguments_to_the_loss() -
     encoders = make(2)
     inputs = texts(1), texts(2), texts(3, rows=11)
 
-    def loss(query: Any, positive: Any, negatives: Any, *, factor: float) -> paddle.Tensor:
+    def loss(query: Any, positive: Any, negatives: Any, *, factor: float = 3.0) -> paddle.Tensor:
         assert [len(query), len(positive), len(negatives)] == [BATCH, BATCH, 11]
         scores = paddle.matmul(query, paddle.concat([positive, negatives]), transpose_y=True)
         return F.cross_entropy(scores * factor, paddle.arange(BATCH))
 
+    expected, found = both(encoders, loss=loss, inputs=inputs)
+    assert same_bits(found, expected)
     paddle.seed(3)
-    parts = [
-        paddle.concat([encoders[min(i, 1)](ids[a : a + 5]) for a in range(0, len(ids), 5)])
-        for i, ids in enumerate(inputs)
-    ]
-    loss(*parts, factor=3.0).backward()
-    expected = gradients(encoders)
-    paddle.seed(3)
-    cache = GradCache(encoders, loss, chunk_size=5)
-    cache.backward(*inputs, loss_arguments={"factor": 3.0})
-    assert same_bits(gradients(encoders), expected)
+    cache = GradCache(encoders, loss, chunk_size=SIZE)
+    cache.backward(*inputs, loss_arguments={"factor": 0.0})
+    assert not any(one.any() for one in gradients(encoders))
+
+
+class Towers(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Encoder(), Encoder()
+
+    def of_query(self, ids: paddle.Tensor) -> paddle.Tensor:
+        return self.left(ids)
+
+    def of_positive(self, ids: paddle.Tensor) -> paddle.Tensor:
+        return self.right(ids)
 
 
 def test_methods_of_one_layer_are_encoders() -> None:
-    class Towers(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = Encoder(), Encoder()
-
-        def of_query(self, ids: paddle.Tensor) -> paddle.Tensor:
-            return self.left(ids)
-
-        def of_positive(self, ids: paddle.Tensor) -> paddle.Tensor:
-            return self.right(ids)
-
     paddle.seed(1)
-    model, query, positive = Towers(), texts(1), texts(2)
-    paddle.seed(3)
-    one_shot((model.left, model.right), criterion, query, positive, chunk_size=5)
-    expected = gradients(model)
-    paddle.seed(3)
-    GradCache((model.of_query, model.of_positive), criterion, chunk_size=5).backward(
-        query, positive
-    )
-    assert same_bits(gradients(model), expected)
-
-
-def test_gradients_reach_a_learnt_temperature_of_a_closure() -> None:
-    encoder, scale = make(1), paddle.nn.Linear(1, 1)
-    criteria = ContrastiveLoss(0.5)
-
-    def loss(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
-        return criteria(query * scale.weight.reshape([]), positive)
-
-    query, positive = texts(1), texts(2)
-    paddle.seed(3)
-    one_shot(encoder, loss, query, positive, chunk_size=5)
-    expected = gradients(encoder, scale)
-    paddle.seed(3)
-    GradCache(encoder, loss, chunk_size=5).backward(query, positive)
-    assert same_bits(gradients(encoder, scale), expected)
-
-
-class HalfEmbeddings(paddle.nn.Layer):
-    """Its output is rounded to `dtype`, as under AMP."""
-
-    def __init__(self, dtype: str) -> None:
-        super().__init__()
-        self.encoder = Encoder(dropout=0.0)
-        self.dtype_out = dtype
-
-    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
-        return self.encoder(ids).astype(self.dtype_out)
+    model = Towers()
+    assert same_bits(*both((model.of_query, model.of_positive), model))
 
 
 @pytest.mark.parametrize("chunks", [{"chunk_size": 5}, {"chunk_tokens": 30}], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-3), ("bfloat16", 2e-2)])
 def test_embeddings_in_half_precision(dtype: str, tolerance: float, chunks: dict[str, int]) -> None:
-    query, positive = texts(1), texts(2)
-    paddle.seed(1)
-    exact = HalfEmbeddings("float32")
-    one_shot(exact, criterion, query, positive)
-    paddle.seed(1)
-    encoder = HalfEmbeddings(dtype)
+    """Rounded, as under AMP."""
+    encoder, query, positive = make(1, dropout=0.0), texts(1), texts(2)
+    one_shot(encoder, criterion, query, positive)
+    exact = gradients(encoder)
     seen: list[Any] = []
 
     def loss(*embeddings: paddle.Tensor) -> paddle.Tensor:
         seen.extend(one.dtype for one in embeddings)
         return criterion(*(one.astype("float32") for one in embeddings))
 
-    GradCache(encoder, loss, **chunks).backward(query, positive)
+    GradCache(lambda ids: encoder(ids).astype(dtype), loss, **chunks).backward(query, positive)
     assert seen == [getattr(paddle, dtype)] * 2
-    assert relative_difference(gradients(encoder), gradients(exact)) < tolerance
+    assert relative_difference(gradients(encoder), exact) < tolerance
 
 
-@pytest.mark.parametrize("chunks", [{}, {"chunk_size": 5}, {"chunk_size": BATCH}])
-def test_evaluate_is_the_loss_alone(chunks: dict[str, Any]) -> None:
+@pytest.mark.parametrize("chunk_size", [None, 5, BATCH])
+def test_evaluate_is_the_loss_alone(chunk_size: int | None) -> None:
     encoder, query, positive = make(1), texts(1), texts(2)
     encoder.eval()
-    cache = GradCache(encoder, criterion, **chunks)
-    with watched_graph(encoder) as has_graph:
-        value = cache.evaluate(query, positive)
-    assert value.stop_gradient and value.item() == cache.backward(query, positive).item()
-    assert has_graph == [False] * (2 if chunks != {"chunk_size": 5} else 2 * -(-BATCH // 5))
-
-
-@contextlib.contextmanager
-def watched_graph(encoder: paddle.nn.Layer) -> Iterator[list[bool]]:
-    """Whether each output of `encoder` has a graph."""
-    seen: list[bool] = []
-    hook = encoder.register_forward_post_hook(lambda *call: seen.append(not call[2].stop_gradient))
-    yield seen
+    has_graph = []
+    hook = encoder.register_forward_post_hook(
+        lambda *call: has_graph.append(not call[2].stop_gradient)
+    )
+    cache = GradCache(encoder, criterion, chunk_size=chunk_size)
+    value = cache.evaluate(query, positive)
     hook.remove()
+    assert value.stop_gradient and value.item() == cache.backward(query, positive).item()
+    assert has_graph == [False] * cache.num_chunks
+
+
+# ---------------------------------------------------------------------------------- without chunks
+
+
+class Order(paddle.autograd.PyLayer):
+    """The identity, which notes when its backward runs."""
+
+    log: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, name: str) -> paddle.Tensor:
+        ctx.name = name
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        Order.log.append(ctx.name)
+        return gradient * 1
+
+
+class Stack(paddle.nn.Layer):
+    """Three linear Layers; counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = paddle.nn.LayerList([paddle.nn.Linear(4, 4) for _ in range(3)])
+        self.calls = 0
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = Order.apply(paddle.tanh(layer(x)), f"call {self.calls}")
+        return x
+
+
+def test_one_encoder_ends_its_backward_before_the_other_begins() -> None:
+    stack, loss = Stack(), ContrastiveLoss()
+    query, positive = paddle.randn([6, 4]), paddle.randn([6, 4])
+    Order.log.clear()
+    loss(stack(query), stack(positive)).backward()
+    plain, Order.log[:] = Order.log[:], []
+    assert plain[:2] in (["call 1", "call 2"], ["call 2", "call 1"]), "the engine takes turns"
+    stack.calls = 0
+    GradCache(stack, loss).backward(query, positive)
+    assert stack.calls == 2
+    assert Order.log in (["call 1"] * 3 + ["call 2"] * 3, ["call 2"] * 3 + ["call 1"] * 3)
+
+
+# ------------------------------------------------------------------------------ hooks on parameters
+
+
+def square(gradient: paddle.Tensor) -> paddle.Tensor:
+    return gradient * gradient
+
+
+class Counting:
+    """A hook that is not linear, and how often it ran."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, gradient: paddle.Tensor) -> paddle.Tensor:
+        self.calls += 1
+        return gradient * gradient + 0.01
+
+
+def test_a_hook_on_the_input_runs_once_per_chunk() -> None:
+    linear, norms = paddle.nn.Linear(6, 5), []
+
+    def encoder(x: paddle.Tensor) -> paddle.Tensor:
+        x.stop_gradient = False
+        x.register_hook(lambda gradient: norms.append(float(gradient.norm())))
+        return linear(x).tanh()
+
+    GradCache(encoder, criterion, chunk_size=2).backward(paddle.randn([8, 6]), paddle.randn([8, 6]))
+    assert len(norms) == 8
+
+
+@pytest.mark.parametrize("towers", [1, 2], ids=["tied", "separate"])
+@pytest.mark.parametrize("size", [1, SIZE, 24])
+def test_once_on_the_sum(towers: int, size: int) -> None:
+    encoders = make(towers)
+    hooks = [Counting() for _ in parameters(encoders)]
+    for parameter, hook in zip(parameters(encoders), hooks, strict=True):
+        parameter.register_hook(hook)
+    assert same_bits(*both(encoders, chunk_size=size))
+    # Once in each of both steps, where the parameter is used.
+    assert {hook.calls for hook in hooks} <= {0, 2}
+
+
+def test_hooks_can_be_removed_and_come_back_after_an_error() -> None:
+    encoder, query, positive = make(1), texts(1), texts(2)
+    weight = encoder.words.weight
+    hook = Counting()
+    handle = weight.register_hook(hook)
+    (weight.sum() * 2).backward()
+    before = weight.grad.numpy().copy()
+
+    def failing(ids: paddle.Tensor) -> paddle.Tensor:
+        if is_recomputing():
+            raise RecomputeError("stop")
+        return encoder(ids)
+
+    with pytest.raises(RecomputeError, match="stop"):
+        GradCache(failing, criterion, chunk_size=SIZE).backward(query, positive)
+    assert hook.calls == 1 and (weight.grad.numpy() == before).all()
+    weight.sum().backward()
+    assert hook.calls == 2, "not muted any more"
+    assert handle.remove()
+    GradCache(encoder, criterion, chunk_size=SIZE).backward(query, positive)
+    assert hook.calls == 2
+
+
+def test_a_hook_from_before_the_import_is_refused() -> None:
+    encoder = make(1)
+    weight = encoder.words.weight
+    leaf_hooks._register_grad_hook(weight, square)  # as it was registered then
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"the parameter '{weight.name}' got a hook"):
+            GradCache(encoder, criterion, chunk_size=SIZE)
+
+
+def test_a_leaf_that_is_gone_is_forgotten() -> None:
+    gc.collect()
+    before = len(leaves_with_hooks())
+    tensor = paddle.zeros([2])
+    tensor.stop_gradient = False
+    tensor.register_hook(square)
+    assert len(leaves_with_hooks()) == before + 1
+    del tensor
+    assert len(leaves_with_hooks()) == before
+
+
+def test_hooks_on_the_embeddings_change_their_gradient() -> None:
+    def loss(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
+        query.register_hook(lambda gradient: gradient * 2)
+        positive.register_hook(lambda gradient: gradient * 3)
+        return criterion(query, positive)
+
+    assert same_bits(*both(make(1), loss=loss))

@@ -13,67 +13,32 @@ from paddle_recompute.contrastive import _repetition
 from paddle_recompute.errors import DataError, RecomputeError
 from paddle_recompute.recompute import is_recomputing
 from tests.contrastive.encoders import (
-    BATCH,
-    Encoder,
+    CHUNKS,
+    SIZE,
+    both,
     criterion,
     gradients,
     make,
-    one_shot,
     same_bits,
     texts,
 )
 
-SIZE = 7
-CHUNKS = -(-BATCH // SIZE)
 
-
-class DetachedIn(Encoder):
-    """Without a gradient for the chunks that begin with certain rows."""
-
-    def __init__(self, first_rows: list[list[int]]) -> None:
-        super().__init__()
-        self.first_rows = first_rows
-
-    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
-        output = super().forward(ids)
-        return output.detach() if ids[0].tolist() in self.first_rows else output
-
-
-@pytest.mark.parametrize("detached", [[0], [1], [CHUNKS - 1], [0, 1], list(range(1, CHUNKS))])
-def test_a_detached_chunk_takes_no_gradient_from_the_others(detached: list[int]) -> None:
-    query, positive = texts(1), texts(2)
-    rows = [query[number * SIZE].tolist() for number in detached]
-    found = []
-    for step in (one_shot, None):
-        paddle.seed(1)
-        encoder = DetachedIn(rows)
-        paddle.seed(3)
-        if step is None:
-            GradCache(encoder, criterion, chunk_size=SIZE).backward(query, positive)
-        else:
-            step(encoder, criterion, query, positive, chunk_size=SIZE)
-        found.append(gradients(encoder))
-    assert same_bits(*found)
-
-
-def test_each_output_is_trained_where_any_chunk_trains_it() -> None:
+@pytest.mark.parametrize("detached", [[0], [1], [CHUNKS - 1], [0, 1], range(1, CHUNKS)], ids=str)
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a trained output"])
+def test_a_detached_chunk_takes_no_gradient_from_the_others(detached: Any, beside: bool) -> None:
     encoder, query = make(1), texts(1)
-    first = query[0].tolist()
+    rows = [query[number * SIZE].tolist() for number in detached]
 
     def outputs(ids: paddle.Tensor) -> Any:
         output = encoder(ids)
-        return output, (output * 2).detach() if ids[0].tolist() == first else output * 2
+        last = (output * 2).detach() if ids[0].tolist() in rows else output * 2
+        return (output, last) if beside else (last,)
 
-    def total(one: Any, other: Any) -> paddle.Tensor:
-        return criterion(one[1], other[1])
+    def loss(one: Any, other: Any) -> paddle.Tensor:
+        return criterion(one[-1], other[-1])
 
-    paddle.seed(3)
-    parts = [[outputs(query[i : i + SIZE])[1] for i in range(0, BATCH, SIZE)] for _ in range(2)]
-    criterion(*(paddle.concat(part) for part in parts)).backward()
-    expected = gradients(encoder)
-    paddle.seed(3)
-    GradCache(outputs, total, chunk_size=SIZE).backward(query, query)
-    assert same_bits(gradients(encoder), expected)
+    assert same_bits(*both(outputs, encoder, loss=loss))
 
 
 @pytest.mark.parametrize(
@@ -88,10 +53,9 @@ def test_what_is_no_tensor_and_differs_between_chunks_is_refused(constant: Any) 
         cache.backward(texts(1), texts(2))
 
 
-@pytest.mark.parametrize("row", range(SIZE))
-@pytest.mark.parametrize("chunk", [0, CHUNKS - 2])
+@pytest.mark.parametrize(("chunk", "row"), [(0, 0), (0, SIZE - 1), (CHUNKS - 2, 3)])
 @pytest.mark.parametrize("spoilt", [0.5, float("nan"), float("inf")])
-def test_every_row_of_a_chunk_must_be_repeated(row: int, chunk: int, spoilt: float) -> None:
+def test_every_row_of_a_chunk_must_be_repeated(chunk: int, row: int, spoilt: float) -> None:
     encoder, query, positive = make(1), texts(1), texts(2)
     first = query[chunk * SIZE].tolist()
 
@@ -171,14 +135,7 @@ def test_numbers_that_are_not_finite_twice_are_repeated() -> None:
 
 
 def test_a_loss_may_write_into_the_embeddings() -> None:
-    encoder, query, positive = make(1), texts(1), texts(2)
-
     def writing(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
         return criterion(query.scale_(3.0), positive)
 
-    paddle.seed(3)
-    one_shot(encoder, writing, query, positive, chunk_size=SIZE)
-    expected = gradients(encoder)
-    paddle.seed(3)
-    GradCache(encoder, writing, chunk_size=SIZE).backward(query, positive)
-    assert same_bits(gradients(encoder), expected)
+    assert same_bits(*both(make(1), loss=writing))

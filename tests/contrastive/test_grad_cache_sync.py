@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
-import paddle.nn.functional as F
 import pytest
 
 from paddle_recompute import ContrastiveLoss, GradCache, GradientSync
@@ -32,20 +31,6 @@ TOLERANCE = 1e-5
 SMALL = {"bucket_bytes": 4000, "first_bucket_bytes": 1000}
 
 
-class Criterion(paddle.nn.Layer):
-    """ContrastiveLoss behind a normalisation and a factor that is learnt."""
-
-    def __init__(self, negatives: Any, tile: int | None = None) -> None:
-        super().__init__()
-        self.factor = self.create_parameter(
-            [1], default_initializer=paddle.nn.initializer.Constant(1.5)
-        )
-        self.loss = ContrastiveLoss(0.2, negatives=negatives, tile=tile)
-
-    def forward(self, query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
-        return self.loss(F.normalize(query, axis=-1) * self.factor, F.normalize(positive, axis=-1))
-
-
 def batch(step: int) -> tuple[paddle.Tensor, paddle.Tensor]:
     return texts(2 * step, BATCH, LENGTH), texts(2 * step + 1, BATCH, LENGTH)
 
@@ -59,94 +44,108 @@ def own(ids: paddle.Tensor, more: int = 0) -> paddle.Tensor:
 STEPS = 3
 
 
+def square(gradient: paddle.Tensor) -> paddle.Tensor:
+    return gradient * gradient
+
+
+def made(towers: int, negatives: Any, hooked: bool, tile: int | None = None) -> tuple[Any, Any]:
+    """The encoders and the loss; with hooks that are not linear on a parameter of each."""
+    encoders = make(towers, dropout=0.0)
+    loss = ContrastiveLoss(
+        0.2, negatives=negatives, tile=tile, normalize=True, learnable_temperature=True
+    )
+    if hooked:
+        encoders.words.weight.register_hook(square)
+        loss.logit_scale.register_hook(square)
+    return encoders, loss
+
+
 def train(
     towers: int,
     negatives: str,
     chunks: dict[str, int],
     mode: Any = "overlap",
     wrap: bool = False,
+    hooked: bool = False,
     tile: int | None = None,
     more: int = 0,
 ) -> dict[str, Any]:
     """Three steps without an update: gradients, and what the sync has done."""
-    encoders, loss = make(towers, dropout=0.0), Criterion(negatives, tile)
-    trained = parameters(encoders, loss)
-    model: Any = trained
+    encoders, loss = made(towers, negatives, hooked, tile)
+    trained = (encoders,) if wrap else (encoders, loss)
     if wrap:
-        encoders = model = paddle.DataParallel(encoders)
-        trained = parameters(encoders)
-    sync = GradientSync(model, mode=mode, **SMALL)
+        encoders = paddle.DataParallel(encoders)
+    sync = GradientSync(encoders if wrap else parameters(*trained), mode=mode, **SMALL)
     cache = GradCache(encoders, loss, sync=sync, **chunks)
-    found, losses, early, local = [], [], [], []
+    found: dict[str, Any] = {"gradients": [], "early": [], "local": []}
     for step in range(STEPS):
         query, positive = batch(step)
-        losses.append(cache.backward(own(query, more), own(positive, more)).item())
-        early.append(sync.num_early_buckets)
-        found.append([p.grad.numpy().copy() for p in trained])
-        for parameter in trained:
-            parameter.clear_gradient(False)
+        cache.backward(own(query, more), own(positive, more))
+        found["early"].append(sync.num_early_buckets)
+        found["gradients"].append(gradients(*trained))
         cache.backward(own(query, more), own(positive, more), last=False)
-        local.append([p.grad.numpy().copy() for p in trained])
-        for parameter in trained:
-            parameter.clear_gradient(False)
-    return {
-        "gradients": found,
-        "local": local,
-        "losses": losses,
-        "early": early,
-        "num_synchronized": sync.num_synchronized,
-    }
+        found["local"].append(gradients(*trained))
+    return {**found, "num_synchronized": sync.num_synchronized}
 
 
-def joined_batch(towers: int, negatives: str, *, with_loss: bool = True) -> list[Gradients]:
-    """The plain step of one process over the whole batch (local: over each half)."""
-    encoders, loss = make(towers, dropout=0.0), Criterion("local")
+def joined_batch(
+    towers: int, negatives: str, *, wrap: bool = False, hooked: bool = False
+) -> list[Gradients]:
+    """The plain step of one process over the whole batch (local: the mean of both halves')."""
+    encoders, loss = made(towers, "local", hooked)
+    trained = (encoders,) if wrap else (encoders, loss)  # then the loss's is not synchronized
+    half = BATCH // 2
+    parts = [slice(None)] if negatives == "global" else [slice(half), slice(half, BATCH)]
     result = []
     for step in range(STEPS):
         query, positive = batch(step)
-        if negatives == "global":
-            one_shot(encoders, loss, query, positive)
-        else:
-            half = BATCH // 2
-            for rows in (slice(0, half), slice(half, BATCH)):
-                one_shot(encoders, loss, query[rows], positive[rows], scale=0.5)
-        result.append(gradients(*((encoders, loss) if with_loss else (encoders,))))
+        each = []
+        for rows in parts:
+            one_shot(encoders, loss, query[rows], positive[rows])
+            each.append(gradients(*trained))
+        result.append([sum(of_parts) / len(parts) for of_parts in zip(*each, strict=True)])
     return result
 
 
+ROWS, TOKENS = {"chunk_size": 5}, {"chunk_tokens": 20}
 CASES: dict[str, dict[str, Any]] = {
-    "tied, rows": {"towers": 1, "negatives": "global", "chunks": {"chunk_size": 5}},
+    "tied, rows": {"towers": 1, "negatives": "global", "chunks": ROWS},
     "tied, rows, tiles, uneven ranks": {
-        "towers": 1,
-        "negatives": "global",
-        "chunks": {"chunk_size": 5},
-        "tile": 7,
-        "more": 3,
+        **{"towers": 1, "negatives": "global", "chunks": ROWS},
+        **{"tile": 7, "more": 3},
     },
-    "pair, tokens": {"towers": 2, "negatives": "global", "chunks": {"chunk_tokens": 20}},
-    "pair, rows, fused": {
-        "towers": 2,
-        "negatives": "local",
-        "chunks": {"chunk_size": 5},
-        "mode": "fused",
-    },
-    "tied, tokens": {"towers": 1, "negatives": "local", "chunks": {"chunk_tokens": 20}},
-    "DataParallel": {
-        "towers": 1,
-        "negatives": "local",
-        "chunks": {"chunk_size": 5},
-        "wrap": True,
+    "pair, tokens": {"towers": 2, "negatives": "global", "chunks": TOKENS},
+    "pair, rows, fused": {"towers": 2, "negatives": "local", "chunks": ROWS, "mode": "fused"},
+    "tied, tokens": {"towers": 1, "negatives": "local", "chunks": TOKENS},
+    "DataParallel": {"towers": 1, "negatives": "local", "chunks": ROWS, "wrap": True},
+    "hooks": {"towers": 1, "negatives": "local", "chunks": ROWS, "hooked": True},
+    "hooks, fused": {
+        **{"towers": 1, "negatives": "local", "chunks": ROWS},
+        **{"hooked": True, "mode": "fused"},
     },
 }
 
 
+def accumulate_and_refuse() -> dict[str, Any]:
+    encoder, loss = made(1, "local", hooked=False)
+    sync = GradientSync(parameters(encoder, loss), mode="overlap", **SMALL)
+    cache = GradCache(encoder, loss, chunk_size=5, sync=sync)
+    for step in range(STEPS):
+        query, positive = batch(step)
+        cache.backward(own(query), own(positive), last=step == STEPS - 1, loss_scale=1 / STEPS)
+    with pytest.raises(ConfigError, match=r"pass sync=GradientSync\(encoder\)"):
+        GradCache(paddle.DataParallel(encoder), loss, chunk_size=5)
+    return {"gradients": gradients(encoder, loss), "num_synchronized": sync.num_synchronized}
+
+
 def train_every_case() -> dict[str, Any]:
-    return {name: train(**options) for name, options in CASES.items()}
+    accumulated = accumulate_and_refuse()
+    return {"accumulated": accumulated, **{name: train(**case) for name, case in CASES.items()}}
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    """What `train` returned, for each rank and case: the ranks are started once."""
+    """What each rank found: the ranks are started once."""
     return run_ranks(train_every_case, num_ranks=2)
 
 
@@ -155,44 +154,22 @@ def test_equal_to_one_process_with_the_joined_batch(
     case: str, results: list[dict[str, Any]]
 ) -> None:
     first, second = (rank[case] for rank in results)
-    options = CASES[case]
-    wrapped = options.get("wrap", False)  # then the loss's own parameter is not synchronized
-    expected = joined_batch(options["towers"], options["negatives"], with_loss=not wrapped)
+    options = {name: CASES[case][name] for name in ("wrap", "hooked") if name in CASES[case]}
+    expected = joined_batch(CASES[case]["towers"], CASES[case]["negatives"], **options)
     for step in range(STEPS):
         assert same_bits(first["gradients"][step], second["gradients"][step])
         assert relative_difference(first["gradients"][step], expected[step]) < TOLERANCE
         assert not same_bits(first["local"][step], second["local"][step]), "last=False is local"
     for rank in (first, second):
         assert rank["num_synchronized"] == STEPS, "once per step, and not with last=False"
-        if options.get("mode") != "fused":
+        if CASES[case].get("mode") != "fused":
             assert rank["early"][0] == 0, "the first step learns the order"
             assert min(rank["early"][1:]) > 0
 
 
-def accumulate_and_refuse() -> dict[str, Any]:
-    encoder, loss = make(1, dropout=0.0), Criterion("local")
-    sync = GradientSync(parameters(encoder, loss), mode="overlap", **SMALL)
-    cache = GradCache(encoder, loss, chunk_size=5, sync=sync)
-    for step in range(STEPS):
-        query, positive = batch(step)
-        cache.backward(own(query), own(positive), last=step == STEPS - 1, loss_scale=1 / STEPS)
-    try:
-        GradCache(paddle.DataParallel(encoder), loss, chunk_size=5)
-        message = ""
-    except ConfigError as error:
-        message = str(error)
-    return {
-        "gradients": gradients(encoder, loss),
-        "num_synchronized": sync.num_synchronized,
-        "message": message,
-    }
-
-
-def test_accumulation_and_data_parallel_without_a_sync() -> None:
-    first, second = run_ranks(accumulate_and_refuse, num_ranks=2)
-    steps = joined_batch(1, "local")
-    expected = [np.mean(each, axis=0) for each in zip(*steps, strict=True)]
+def test_accumulated_calls_are_synchronized_once(results: list[dict[str, Any]]) -> None:
+    first, second = (rank["accumulated"] for rank in results)
+    expected = [np.mean(each, axis=0) for each in zip(*joined_batch(1, "local"), strict=True)]
     assert same_bits(first["gradients"], second["gradients"])
     assert relative_difference(first["gradients"], expected) < TOLERANCE
     assert first["num_synchronized"] == second["num_synchronized"] == 1
-    assert "pass sync=GradientSync(encoder)" in first["message"]

@@ -15,11 +15,8 @@ from paddle_recompute.contrastive._chunks import by_length, num_rows_of
 from paddle_recompute.contrastive._texts import lengths_of, texts_of
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.encoders import (
-    Encoder,
     criterion,
     gradients,
-    make,
-    one_shot,
     relative_difference,
     texts,
 )
@@ -56,6 +53,7 @@ def cut(batch: Any, columns: int = 1) -> Any:
         ({"one": IDS, "other": FIRST}, [3, 1, 2]),
         ({"a": {"input_ids": IDS, "mask": FIRST}, "b": {"input_ids": IDS}}, [3, 1, 2]),
         ({"ids": MASK, "scores": FEATURES.astype("float32")}, [3, 1, 2]),
+        ({"ids": IDS + 1, "mask": np.array([[1, 0, 1, 0], [0] * 4, [1] * 4])}, [3, 0, 4]),
     ],
 )
 @pytest.mark.parametrize("tensors", [False, True], ids=["arrays", "tensors"])
@@ -123,49 +121,6 @@ def test_a_mask_that_is_added_to_scores_is_refused(mask: Any, tensors: bool) -> 
         lengths(batch)
 
 
-class WithFeatures(paddle.nn.Layer):
-    """Ids, a mask, and six numbers beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Encoder(0.0)
-        self.linear = paddle.nn.Linear(6, 16)
-
-    def forward(self, **given: Any) -> paddle.Tensor:
-        encoded = self.encoder(given["input_ids"], given["attention_mask"])
-        return encoded + self.linear(given["features"].astype("float32"))
-
-
-@pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
-def test_gradients_whatever_the_order(order: tuple[int, ...]) -> None:
-    paddle.seed(1)
-    encoder = WithFeatures()
-    inputs = []
-    for seed in (1, 2):
-        ids = texts(seed)
-        rng = np.random.default_rng(seed)
-        batch = [
-            ("features", paddle.to_tensor(rng.integers(0, 3, [len(ids), 6]))),
-            ("input_ids", ids),
-            ("attention_mask", (ids != 0).astype("float32")),
-            ("global_attention_mask", (paddle.arange(10) == 0).astype("int64").expand([24, 10])),
-        ]
-        inputs.append(dict(batch[place] for place in order))
-    criterion(*(encoder(**batch) for batch in inputs)).backward()
-    expected = gradients(encoder)
-    GradCache(encoder, criterion, chunk_tokens=30).backward(*inputs)
-    assert relative_difference(gradients(encoder), expected) < 1e-5
-
-
-def test_a_float_mask_is_cut_with_its_text() -> None:
-    encoder, ids = make(1, dropout=0.0), texts(1)
-    one_shot(encoder, criterion, ids, ids)
-    expected = gradients(encoder)
-    batch = {"ids": ids, "mask": (ids != 0).astype("float32")}
-    GradCache(encoder, criterion, chunk_tokens=30).backward(batch, batch)
-    assert relative_difference(gradients(encoder), expected) < 1e-5
-
-
 # ---------------------------------------------------------------- masks and outputs of more axes
 
 LONG = np.array([[5, 6, 7, 8], [5, 0, 0, 0], [5, 6, 0, 0]])
@@ -183,15 +138,12 @@ LONG = np.array([[5, 6, 7, 8], [5, 0, 0, 0], [5, 6, 0, 0]])
         ([3, 4, 4, 4], [1, 4, 1, 1]),  # four heads
     ],
 )
-@pytest.mark.parametrize("tensors", [False, True], ids=["arrays", "tensors"])
-def test_a_mask_of_any_rank_is_cut(shape: list[int], cut_shape: list[int], tensors: bool) -> None:
+def test_a_mask_of_any_rank_is_cut(shape: list[int], cut_shape: list[int]) -> None:
     mask = np.arange(1, 1 + np.prod(shape)).reshape(shape).astype("float32")
     batch: dict[str, Any] = {"input_ids": LONG, "attention_mask": mask}
     if len(shape) == 2:
         batch["attention_mask"] = (LONG != 0).astype("float32")
-    if tensors:
-        batch = {name: paddle.to_tensor(array) for name, array in batch.items()}
-    found = cut(batch)
+    found = cut({name: paddle.to_tensor(array) for name, array in batch.items()})
     assert found["input_ids"].shape == [1, 1]
     assert found["attention_mask"].shape == cut_shape
     kept = mask[1:2][tuple(slice(size) for size in cut_shape)]
@@ -207,57 +159,45 @@ def test_without_a_name_only_a_row_is_a_mask() -> None:
         cut((LONG, image[:, :1]))
 
 
-class WithHidden(Encoder):
+class WithHidden(paddle.nn.Layer):
     """Returns the hidden states, too, as models of other libraries do; takes a mask of 4 axes."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = paddle.nn.Embedding(50, 8), paddle.nn.Linear(8, 8)
+
     def forward(self, ids: paddle.Tensor, mask: paddle.Tensor | None = None) -> Any:
-        if mask is not None:
-            mask = mask[:, 0, 0]
-        keep = (ids != 0 if mask is None else mask).astype("float32")
-        hidden = self.encoder(self.words(ids), ((1.0 - keep) * -1e4).unsqueeze([1, 2]))
-        hidden = hidden * keep.unsqueeze(2)
-        return {
-            "last_hidden_state": hidden,
-            "scores": paddle.matmul(hidden, hidden, transpose_y=True),
-            "pooler_output": hidden.sum(axis=1) / keep.sum(axis=1, keepdim=True),
-        }
-
-
-def loss_of(uses_hidden: bool) -> Any:
-    def loss(query: Any, positive: Any) -> paddle.Tensor:
-        value = criterion(query["pooler_output"], positive["pooler_output"])
-        if uses_hidden:
-            value = value + query["last_hidden_state"].tanh().sum(axis=[1, 2]).mean()
-            value = value + positive["scores"].tanh().sum(axis=[1, 2]).mean()
-        return value
-
-    return loss
+        keep = (ids != 0 if mask is None else mask[:, 0, 0]).astype("float32").unsqueeze(2)
+        hidden = self.layer(self.words(ids)) * keep
+        scores = paddle.matmul(hidden, hidden, transpose_y=True)
+        return {"hidden": hidden, "scores": scores, "pooled": hidden.sum(axis=1) / keep.sum(axis=1)}
 
 
 @pytest.mark.parametrize("uses_hidden", [False, True])
-@pytest.mark.parametrize("tokens", [8, 20, 1000])
+@pytest.mark.parametrize("tokens", [8, 20])
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_an_encoder_that_returns_hidden_states(
     uses_hidden: bool, tokens: int, with_mask: bool
 ) -> None:
-    pairs: list[Any] = [texts(3), texts(4)]
+    def loss(query: Any, positive: Any) -> paddle.Tensor:
+        value = criterion(query["pooled"], positive["pooled"])
+        if uses_hidden:
+            value = value + query["hidden"].tanh().sum(axis=[1, 2]).mean()
+            value = value + positive["scores"].tanh().sum(axis=[1, 2]).mean()
+        return value
+
+    pairs = [{"ids": one} for one in (texts(3), texts(4))]
     if with_mask:
-        pairs = [{"ids": i, "mask": (i != 0).astype("float32").unsqueeze([1, 2])} for i in pairs]
-    found = []
-    for chunked in (False, True):
-        paddle.seed(1)
-        encoder = WithHidden(0.0)
-        if chunked:
-            value = GradCache(encoder, loss_of(uses_hidden), chunk_tokens=tokens).backward(*pairs)
-        else:
-            out = [encoder(**one) if with_mask else encoder(one) for one in pairs]
-            value = loss_of(uses_hidden)(*out)
-            value.backward()
-        found.append((float(value), gradients(encoder)))
-    (loss, wanted), (same, got) = found
-    assert abs(loss - same) <= 1e-5 * abs(loss)
+        for one in pairs:
+            one["mask"] = (one["ids"] != 0).astype("float32").unsqueeze([1, 2])
+    encoder = WithHidden()
+    plain = loss(*(encoder(**one) for one in pairs))
+    plain.backward()
+    expected = gradients(encoder)
+    value = GradCache(encoder, loss, chunk_tokens=tokens).backward(*pairs)
+    assert value.item() == pytest.approx(plain.item(), rel=1e-5)
     # The chunks are added up in another order.
-    assert relative_difference(got, wanted) < 2e-5
+    assert relative_difference(gradients(encoder), expected) < 2e-5
 
 
 def test_an_output_of_another_length_is_refused() -> None:

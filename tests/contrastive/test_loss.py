@@ -1,31 +1,49 @@
-"""InfoNCE against a float64 reference, where it is ordinary and where float32 is in trouble."""
+"""InfoNCE and its options against float64 NumPy, where float32 is in trouble too."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
-import paddle.nn.functional as F
 import pytest
 from paddle.base import core
 
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
-from paddle_recompute.contrastive import ContrastiveLoss
+from paddle_recompute.contrastive import ContrastiveLoss, GradCache, text_ids
 from paddle_recompute.errors import ConfigError, DataError
-from tests.contrastive.loss_reference import UNDERFLOW, Array, reference, tolerance, unit_rows
-from tests.ranks import run_ranks
+from tests.contrastive.loss_reference import (
+    UNDERFLOW,
+    Array,
+    of_starts,
+    reference,
+    tolerance,
+    unit_rows,
+)
+
+PAIRS, DIM, HARD = 11, 7, 2
+TILES = [None, 1, 4, 100]
+
+QUERY, POSITIVE = (
+    unit_rows((PAIRS, DIM)),
+    unit_rows((PAIRS, DIM), 1) * 0.5 + unit_rows((PAIRS, DIM)),
+)
+NEGATIVES = unit_rows((PAIRS, HARD, DIM), 2)
+# Two texts three times and twice; hard negatives that are somebody's positive, or one another.
+IDS = np.array([5, 6, 5, 7, 8, 9, 5, 6, 10, 11, 2**62])
+NEGATIVE_IDS = np.arange(100, 100 + PAIRS * HARD).reshape(PAIRS, HARD)
+NEGATIVE_IDS[0, 0], NEGATIVE_IDS[4, 1], NEGATIVE_IDS[5] = 5, 2**62, 7
 
 
-def with_gradients(
-    loss: ContrastiveLoss, query: Array, positive: Array
-) -> tuple[float, Array, Array]:
-    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in (query, positive)]
-    value = loss(*tensors)
+def with_gradients(loss: ContrastiveLoss, *vectors: Array, **ids: Array) -> tuple[float, list[Any]]:
+    """The loss and its gradients by `vectors`."""
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in vectors]
+    value = loss(*tensors, **{name: paddle.to_tensor(one) for name, one in ids.items()})
     value.backward()
-    return float(value), tensors[0].grad.numpy(), tensors[1].grad.numpy()
+    return float(value), [tensor.grad.numpy() for tensor in tensors]
 
 
 SAME = unit_rows((12, 20))
@@ -40,10 +58,7 @@ CASES = {
 }
 
 
-TILES = [None, 1, 4, 5, 12, 100]  # of 12 pairs: one, a divisor, uneven, all, more than all
-
-
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", [None, 1, 5, 12, 100])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.05, 0.02, 0.001])
 @pytest.mark.parametrize("case", CASES)
@@ -52,54 +67,85 @@ def test_loss_and_gradients_are_those_of_the_reference(
 ) -> None:
     query, positive = CASES[case]
     expected = reference(query, positive, temperature, symmetric)
-    found = with_gradients(ContrastiveLoss(temperature, symmetric, tile=tile), query, positive)
-    assert found[0] == pytest.approx(expected.loss, rel=tolerance(temperature), abs=UNDERFLOW)
-    for got, want in zip(found[1:], (expected.query, expected.positive), strict=True):
+    loss = ContrastiveLoss(temperature, symmetric, tile=tile)
+    value, gradients = with_gradients(loss, query, positive)
+    assert value == pytest.approx(expected.loss, rel=tolerance(temperature), abs=UNDERFLOW)
+    for got, want in zip(gradients, (expected.query, expected.positive), strict=True):
         atol = tolerance(temperature) * expected.size + UNDERFLOW
         np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("tile", [None, 3])
-def test_small_loss_keeps_what_cross_entropy_rounds_to_zero(tile: int | None) -> None:
-    vectors, temperature = np.eye(8, dtype=np.float32), 0.02
-    criterion = ContrastiveLoss(temperature, tile=tile)
-    loss, query_gradient, _ = with_gradients(criterion, vectors, vectors)
-    assert loss == pytest.approx(7 * math.exp(-50), rel=1e-4)
-    own, other = query_gradient[0, 0], query_gradient[0, 1]
-    assert other > 0
-    assert own == pytest.approx(-7 * other, rel=1e-4)
-    scores = paddle.to_tensor(vectors @ vectors.T / temperature)
-    assert float(F.cross_entropy(scores, paddle.arange(8))) == 0.0
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("dims", [None, (DIM,), (2, 5, DIM)], ids=str)
+def test_every_combination_is_that_of_the_reference(
+    dims: tuple[int, ...] | None,
+    hard: bool,
+    masked: bool,
+    label_smoothing: float,
+    symmetric: bool,
+    tile: int | None,
+) -> None:
+    vectors = (QUERY, POSITIVE, NEGATIVES) if hard else (QUERY, POSITIVE)
+    ids = {"positive_ids": IDS} if masked else {}
+    if masked and hard:
+        ids["negative_ids"] = NEGATIVE_IDS
+    options = {
+        "negatives": NEGATIVES if hard else None,
+        "ids": ids.get("positive_ids"),
+        "negative_ids": ids.get("negative_ids"),
+        "label_smoothing": label_smoothing,
+    }
+    if dims is None:
+        expected = reference(QUERY, POSITIVE, 0.07, symmetric, **options)
+    else:
+        expected = of_starts(dims, QUERY, POSITIVE, 0.07, symmetric, **options)
+    loss = ContrastiveLoss(
+        0.07,
+        symmetric,
+        learnable_temperature=True,
+        label_smoothing=label_smoothing,
+        tile=tile,
+        mask_false_negatives=masked,
+        normalize=dims is not None,
+        matryoshka_dims=dims[::-1] if dims and len(dims) > 1 else None,
+    )
+    value, gradients = with_gradients(loss, *vectors, **ids)
+    assert value == pytest.approx(expected.loss, rel=tolerance(0.07))
+    wanted = [expected.query, expected.positive, expected.negatives][: len(vectors)]
+    for got, want in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(0.07) * expected.size)
+    assert loss.logit_scale.grad.item() == pytest.approx(
+        expected.logit_scale, abs=tolerance(0.07) * expected.size
+    )
 
 
-def test_ordinary_loss_is_paddles_cross_entropy() -> None:
-    query, positive = CASES["random"]
-    scores = paddle.to_tensor(query @ positive.T / 0.05)
-    expected = F.cross_entropy(scores, paddle.arange(12))
-    loss = ContrastiveLoss(0.05, symmetric=False)
-    got = loss(paddle.to_tensor(query), paddle.to_tensor(positive))
-    assert float(got) == pytest.approx(float(expected), rel=tolerance(0.05))
+@pytest.mark.parametrize("tile", TILES)
+def test_masked_texts_get_no_gradient_and_cost_nothing(tile: int | None) -> None:
+    """Two pairs with the same positive: nobody is left to compete with."""
+    vectors = unit_rows((2, 4)), unit_rows((2, 4), 1)
+    loss = ContrastiveLoss(tile=tile, mask_false_negatives=True, label_smoothing=0.3)
+    value, gradients = with_gradients(loss, *vectors, positive_ids=np.array([3, 3]))
+    assert value == 0.0
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient, 0.0)
 
 
-def test_symmetric_loss_does_not_mind_which_side_asks() -> None:
-    query, positive = (paddle.to_tensor(one) for one in CASES["random"])
-    both, one = ContrastiveLoss(), ContrastiveLoss(symmetric=False)
-    assert float(both(query, positive)) == pytest.approx(float(both(positive, query)), rel=1e-6)
-    assert float(one(query, positive)) != pytest.approx(float(one(positive, query)), rel=1e-3)
-    mean = (float(one(query, positive)) + float(one(positive, query))) / 2
-    assert float(both(query, positive)) == pytest.approx(mean, rel=1e-6)
-
-
-def test_knowing_nothing_costs_the_logarithm_of_the_batch() -> None:
-    for batch in (2, 7, 64):
-        vectors = paddle.ones([batch, 3])
-        assert float(ContrastiveLoss()(vectors, vectors)) == pytest.approx(math.log(batch))
+@pytest.mark.parametrize("tile", [None, 4])
+def test_hard_negatives_alone_are_enough_for_one_pair(tile: int | None) -> None:
+    expected = reference(QUERY[:1], POSITIVE[:1], symmetric=False, negatives=NEGATIVES[:1])
+    loss = ContrastiveLoss(symmetric=False, tile=tile)
+    value, _ = with_gradients(loss, QUERY[:1], POSITIVE[:1], NEGATIVES[:1])
+    assert value == pytest.approx(expected.loss, rel=tolerance(0.05))
 
 
 @pytest.mark.parametrize("tile", [None, 5])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_result_is_a_scalar_of_float32_at_least(dtype: str, tile: int | None) -> None:
-    query, positive = (paddle.to_tensor(one).astype(dtype) for one in CASES["random"])
+    query, positive = (paddle.to_tensor(one).astype(dtype) for one in (QUERY, POSITIVE))
     query.stop_gradient = False
     loss = ContrastiveLoss(tile=tile)(query, positive)
     loss.backward()
@@ -113,7 +159,7 @@ def test_autocast_does_not_reach_the_scores(
     tile: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked at the matrix product: on the CPU nothing is cast, whatever the AMP state says."""
-    query, positive = (paddle.to_tensor(one, stop_gradient=False) for one in CASES["random"])
+    query, positive = (paddle.to_tensor(one, stop_gradient=False) for one in (QUERY, POSITIVE))
     levels, matmul = [], paddle.matmul
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -129,50 +175,175 @@ def test_autocast_does_not_reach_the_scores(
     assert levels == [off] * (1 if tile is None else 4)
 
 
-def local_loss_gradient(num_pairs: int, dim: int) -> Array:
-    """The gradient of a shared weight by the local loss, averaged over the ranks."""
-    rank, per_rank = dist.get_rank(), num_pairs // dist.get_world_size()
-    rows = slice(rank * per_rank, (rank + 1) * per_rank)
-    weight = paddle.to_tensor(unit_rows((dim, dim), seed=5), stop_gradient=False)
-    query, positive = (
-        paddle.to_tensor(unit_rows((num_pairs, dim), seed=seed)[rows]) for seed in (3, 4)
-    )
-    criterion = ContrastiveLoss(negatives="local")
-    criterion(paddle.matmul(query, weight), positive).backward()
-    gradient = weight.grad
-    dist.all_reduce(gradient)
-    return np.asarray((gradient / dist.get_world_size()).numpy())
+@pytest.mark.parametrize("hard", [False, True])
+def test_tiles_normalize_as_paddle_does(hard: bool) -> None:
+    """A vector of zeros, which has no direction, included."""
+    shapes = [(11, 5), (11, 5), (11, 2, 5)][: 2 + hard]
+    vectors = [unit_rows(shape, seed).astype("float64") * 3 for seed, shape in enumerate(shapes)]
+    for one, factors in zip(vectors, ((0, 1e-2), (1e6, 0), (1e-2, 0)), strict=False):
+        one[0], one[1] = one[0] * factors[0], one[1] * factors[1]
+    expected_loss, expected = with_gradients(ContrastiveLoss(normalize=True), *vectors)
+    loss, gradients = with_gradients(ContrastiveLoss(normalize=True, tile=4), *vectors)
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    for got, want in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
 
 
-def test_averaged_gradient_is_that_of_the_mean_of_the_local_losses() -> None:
-    """Of the same scale as one loss, and not the gradient of one loss over all pairs."""
-    num_pairs, dim = 8, 6
-    gradients = run_ranks(local_loss_gradient, 2, num_pairs=num_pairs, dim=dim)
-    query, positive = (unit_rows((num_pairs, dim), seed=seed) for seed in (3, 4))
-    weight = unit_rows((dim, dim), seed=5)
+@pytest.mark.skipif(not _memory.can_reset_peak(), reason="Paddle 2.6 cannot restart a peak")
+def test_tiles_normalize_without_a_copy() -> None:
+    tensors = [paddle.to_tensor(unit_rows((4096, 64), s), stop_gradient=False) for s in (0, 1)]
+    both = 2 * tensors[0].numpy().nbytes
+    for normalize in (False, True):
+        for one in tensors:
+            one.clear_gradient(set_to_zero=False)
+        _memory.reset_peak()
+        before = _memory.current_bytes()
+        ContrastiveLoss(tile=64, normalize=normalize)(*tensors).backward()
+        assert both < _memory.peak_bytes() - before < 1.3 * both  # the gradients, and tiles
 
-    def expected(batch: int) -> Array:
-        parts = [slice(first, first + batch) for first in range(0, num_pairs, batch)]
-        each = [
-            query[rows].T @ reference(query[rows] @ weight, positive[rows]).query for rows in parts
+
+# ------------------------------------------------------------------------ learned temperature
+
+
+def test_learned_temperature_is_a_parameter_and_a_fixed_one_is_none() -> None:
+    assert list(ContrastiveLoss().parameters()) == []
+    loss = ContrastiveLoss(0.05, learnable_temperature=True)
+    assert [name for name, _ in loss.named_parameters()] == ["logit_scale"]
+    assert loss.temperature == pytest.approx(0.05, rel=1e-6)
+    fixed, _ = with_gradients(ContrastiveLoss(0.05), QUERY, POSITIVE)
+    assert with_gradients(loss, QUERY, POSITIVE)[0] == pytest.approx(fixed, rel=1e-6)
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_learned_scale_stays_at_100_and_comes_back(tile: int | None) -> None:
+    """At the limit the gradient is the true one: it is not cut off with the value."""
+    loss = ContrastiveLoss(0.01, learnable_temperature=True, tile=tile)
+    loss.logit_scale.set_value(paddle.full([1], 7.0))
+    expected = reference(QUERY, POSITIVE, 0.01)
+    with paddle.no_grad():
+        evaluated = loss(paddle.to_tensor(QUERY), paddle.to_tensor(POSITIVE))
+    assert loss.logit_scale.item() == 7.0, "an evaluation changes nothing"
+    value, _ = with_gradients(loss, QUERY, POSITIVE)
+    assert value == evaluated.item() == pytest.approx(expected.loss, rel=tolerance(0.01))
+    assert loss.logit_scale.item() == pytest.approx(math.log(100.0))
+    assert loss.temperature == pytest.approx(0.01)
+    assert abs(expected.logit_scale) > 0.1
+    assert loss.logit_scale.grad.item() == pytest.approx(expected.logit_scale, rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------- tiles
+
+
+def test_no_product_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And there are as many as there have to be: one per tile, and three for its gradients."""
+    products: list[tuple[int, ...]] = []
+    matmul = paddle.matmul
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        result = matmul(*args, **kwargs)
+        products.append(tuple(result.shape))
+        return result
+
+    monkeypatch.setattr(paddle, "matmul", recorded)
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in (QUERY, POSITIVE)]
+    with paddle.no_grad():
+        ContrastiveLoss(tile=4)(*tensors)
+    assert len(products) == 9  # both directions: 11 pairs are 3 blocks
+    ContrastiveLoss(tile=4)(*tensors).backward()
+    assert len(products) == 9 + 4 * 9
+    assert max(max(shape) for shape in products) <= max(4, DIM)
+
+
+@pytest.mark.skipif(not _memory.can_reset_peak(), reason="Paddle 2.6 cannot restart a peak")
+def test_peak_does_not_grow_with_the_square_of_the_batch() -> None:
+    def beyond_the_gradients(pairs: int, tile: int | None) -> int:
+        tensors = [
+            paddle.to_tensor(unit_rows((pairs, 16), seed), stop_gradient=False) for seed in (0, 1)
         ]
-        return np.mean(each, axis=0)
+        _memory.reset_peak()
+        before = _memory.current_bytes()
+        ContrastiveLoss(tile=tile)(*tensors).backward()
+        return _memory.peak_bytes() - before - 2 * tensors[0].numpy().nbytes
 
-    local, all_pairs = expected(num_pairs // 2), expected(num_pairs)
-    for gradient in gradients:
-        np.testing.assert_allclose(gradient, local, rtol=0, atol=2e-5 * np.abs(local).max())
-        assert np.abs(gradient - all_pairs).max() > 0.1 * np.abs(local).max()
+    matrix = 2048 * 2048 * 4
+    assert beyond_the_gradients(2048, None) > 3 * matrix
+    small, large = beyond_the_gradients(512, 64), beyond_the_gradients(2048, 64)
+    assert large < matrix / 20
+    assert large < 5 * small  # 4 times the pairs, and what is joined once per side
 
 
-@pytest.mark.parametrize("temperature", [0, -0.05, math.nan, math.inf])
-def test_temperature_must_be_a_positive_number(temperature: float) -> None:
-    with pytest.raises(ConfigError, match=r"temperature: received .*; allowed is a number greater"):
-        ContrastiveLoss(temperature)
+@pytest.mark.parametrize("ask_again", ["backward", "create_graph"])
+def test_second_backward_is_refused_before_paddle_crashes(ask_again: str) -> None:
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in (QUERY, POSITIVE)]
+    value = ContrastiveLoss(tile=4)(*tensors)
+    with pytest.raises(ConfigError, match=r"tile=4: the backward .* only once .* set tile=None"):
+        if ask_again == "backward":
+            value.backward(retain_graph=True)
+            value.backward()
+        else:
+            paddle.grad(value, tensors, create_graph=True)
+    ContrastiveLoss(tile=4)(*tensors).backward()  # and the next one is as ever
+
+
+# ------------------------------------------------------------------------------------ errors
+
+
+def test_ids_of_texts_are_equal_where_the_texts_are() -> None:
+    ids = text_ids(["cat", "dog", "cat", "Cat", ""])
+    assert ids.dtype == paddle.int64
+    assert len(set(ids.tolist())) == 4
+    assert ids.tolist()[0] == ids.tolist()[2] == 3429664268601861939  # on every rank, always
+    assert text_ids([]).shape == [0]
+
+
+def ones(*shape: int) -> paddle.Tensor:
+    return paddle.ones(shape)
+
+
+def whole(*shape: int) -> paddle.Tensor:
+    return paddle.zeros(shape, dtype="int64")
+
+
+@pytest.mark.parametrize(
+    ("masked", "arguments", "message"),
+    [
+        (
+            False,
+            lambda: {"positive_ids": whole(4)},
+            "only used with mask_false_negatives=True",
+        ),
+        (True, dict, r"positive_ids: received none; .* allowed is int64 of shape \[4\]"),
+        (True, lambda: {"positive_ids": whole(3)}, r"int64 of shape \[3\]; .* shape \[4\]"),
+        (True, lambda: {"positive_ids": ones(4)}, r"float32 of shape \[4\]; .* allowed is int64"),
+        (
+            True,
+            lambda: {"positive_ids": whole(4), "negative_ids": whole(4, 2)},
+            "negative_ids: received .* allowed is none",
+        ),
+        (
+            True,
+            lambda: {"positive_ids": whole(4), "hard_negatives": ones(4, 2, 3)},
+            r"negative_ids: received none; .* allowed is int64 of shape \[4, 2\]",
+        ),
+        (False, lambda: {"hard_negatives": ones(7, 3)}, r"hard negatives of shape \[7, 3\]"),
+        (False, lambda: {"hard_negatives": ones(0, 3)}, r"hard negatives of shape \[0, 3\]"),
+        (False, lambda: {"hard_negatives": ones(4, 0, 3)}, r"allowed is \[4, num_negatives, 3\]"),
+        (False, lambda: {"hard_negatives": ones(5, 2, 3)}, r"shape \[5, 2, 3\]; allowed is \[4"),
+    ],
+)
+def test_what_does_not_go_with_the_pairs_is_refused(
+    masked: bool, arguments: Callable[[], dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        ContrastiveLoss(mask_false_negatives=masked)(ones(4, 3), ones(4, 3), **arguments())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"temperature": 0}, "temperature: received 0; allowed is a number greater"),
+        ({"temperature": math.nan}, "temperature: received nan"),
+        ({"temperature": math.inf}, "temperature: received inf"),
         ({"negatives": "all"}, "negatives: received 'all'; allowed are 'global' and 'local'"),
         ({"label_smoothing": 1.0}, "label_smoothing: received 1.0; allowed is 0 to below 1"),
         ({"label_smoothing": -0.1}, "label_smoothing: received -0.1"),
@@ -182,7 +353,13 @@ def test_temperature_must_be_a_positive_number(temperature: float) -> None:
             {"temperature": 0.009, "learnable_temperature": True},
             "temperature: received 0.009; with learnable_temperature allowed is at least 0.01",
         ),
+        ({"matryoshka_dims": [4, 8]}, "matryoshka_dims needs normalize=True"),
+        *(
+            ({"normalize": True, "matryoshka_dims": dims}, "matryoshka_dims: received")
+            for dims in ([], [0, 8], [4, 4], [2.0, 8], [True, 8])
+        ),
     ],
+    ids=str,
 )
 def test_options_that_do_not_exist_or_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -197,6 +374,80 @@ def test_shapes_must_be_those_of_pairs(query: list[int], positive: list[int]) ->
         ContrastiveLoss()(paddle.ones(query), paddle.ones(positive))
 
 
-def test_one_pair_alone_has_no_negatives() -> None:
+def test_a_pair_without_another_is_refused() -> None:
     with pytest.raises(DataError, match="received a batch of 1; a pair needs at least one other"):
-        ContrastiveLoss()(paddle.ones([1, 3]), paddle.ones([1, 3]))
+        ContrastiveLoss()(ones(1, 3), ones(1, 3))
+    with pytest.raises(DataError, match="received a batch of 1"):  # nobody searches back
+        ContrastiveLoss()(ones(1, 3), ones(1, 3), ones(1, 2, 3))
+
+
+@pytest.mark.parametrize("dims", [[4], [4, 16]])
+def test_the_largest_of_the_dims_is_the_whole_vector(dims: list[int]) -> None:
+    loss = ContrastiveLoss(normalize=True, matryoshka_dims=dims)
+    with pytest.raises(DataError, match=r"vectors of 8 numbers; the largest of matryoshka_dims"):
+        loss(ones(4, 8), ones(4, 8))
+
+
+# ------------------------------------------------------------ a temperature that is used elsewhere
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+@pytest.mark.parametrize("start", [1.0, 5.0])
+@pytest.mark.parametrize("cached", [False, True], ids=["plain", "GradCache"])
+def test_the_encoder_may_use_the_learned_scale_too(
+    tile: int | None, start: float, cached: bool
+) -> None:
+    """Below the limit and above it; nothing is written before all backwards have ended."""
+    paddle.seed(1)
+    linear = paddle.nn.Linear(QUERY.shape[1], 4)
+    loss = ContrastiveLoss(0.01, learnable_temperature=True, tile=tile)
+    loss.logit_scale.set_value(paddle.full([1], start))
+
+    class Encoder(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = linear, loss.logit_scale
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            return self.linear(x) * self.scale
+
+    encoder = Encoder()
+    inputs = [paddle.to_tensor(one) for one in (QUERY, POSITIVE)]
+    if cached:
+        GradCache(encoder, loss, chunk_size=3).backward(*inputs)
+    else:
+        loss(*(encoder(one) for one in inputs)).backward()
+    found = [linear.weight.grad.numpy().copy(), loss.logit_scale.grad.item()]
+    assert loss.logit_scale.item() == pytest.approx(min(start, math.log(100.0)))
+    linear.clear_gradients()
+    # The same by hand: the encoder sees the parameter as it is, the loss no more than its limit.
+    by_encoder, by_loss = (paddle.to_tensor([start], stop_gradient=False) for _ in range(2))
+    fixed = ContrastiveLoss(0.01, learnable_temperature=True)
+    fixed.logit_scale = None
+    clipped = math.exp(min(start, math.log(100.0)))
+    fixed._scale = lambda dtype: clipped * paddle.exp(by_loss - start)
+    fixed(*(linear(one) * by_encoder for one in inputs)).backward()
+    np.testing.assert_allclose(found[0], linear.weight.grad.numpy(), rtol=1e-4, atol=1e-4)
+    wanted = by_encoder.grad.item() + by_loss.grad.item()
+    assert found[1] == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+
+
+def test_steps_at_the_limit_are_those_of_a_parameter_that_is_clipped_in_the_forward() -> None:
+    """With momentum, which a parameter that wandered off would feel for long."""
+    found = []
+    for by_hand in (False, True):
+        loss = ContrastiveLoss(0.0105, learnable_temperature=True)
+        optimizer = paddle.optimizer.Adam(0.05, parameters=loss.parameters())
+        values = []
+        for step in range(12):
+            if by_hand:
+                with paddle.no_grad():
+                    loss.logit_scale.clip_(max=math.log(100.0))
+            turned = QUERY if step < 8 else -QUERY
+            value = loss(paddle.to_tensor(turned), paddle.to_tensor(QUERY))
+            value.backward()
+            optimizer.step()
+            optimizer.clear_grad()
+            values.append(value.item())
+        found.append(values)
+    assert found[0] == found[1]

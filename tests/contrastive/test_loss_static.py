@@ -12,7 +12,7 @@ import pytest
 from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.contrastive import loss as loss_module
 from paddle_recompute.errors import StaticGraphError, SyncError
-from tests.contrastive.loss_reference import reference, tolerance, unit_rows
+from tests.contrastive.loss_reference import of_starts, reference, tolerance, unit_rows
 
 PAIRS, DIM, HARD = 6, 5, 2
 
@@ -37,12 +37,27 @@ FEED: dict[str, Any] = {
 
 
 @pytest.mark.usefixtures("static_graph")
-@pytest.mark.parametrize(("batch", "tile"), [(-1, None), (PAIRS, None), (PAIRS, 4), (PAIRS, 100)])
+@pytest.mark.parametrize(
+    ("batch", "tile", "dims"),
+    [
+        (-1, None, None),
+        (PAIRS, None, (2, DIM)),
+        (PAIRS, 4, (DIM,)),
+        (PAIRS, 100, None),
+        (PAIRS, 100, (2, DIM)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("negatives", ["global", "local"])
 def test_program_has_the_loss_and_gradients_of_the_reference(
-    negatives: Any, everything: bool, symmetric: bool, batch: int, tile: int | None
+    negatives: Any,
+    everything: bool,
+    symmetric: bool,
+    batch: int,
+    tile: int | None,
+    dims: tuple[int, ...] | None,
 ) -> None:
     feed = FEED if everything else {name: FEED[name] for name in ("query", "positive")}
     data = {
@@ -60,7 +75,8 @@ def test_program_has_the_loss_and_gradients_of_the_reference(
         mask_false_negatives=everything,
         learnable_temperature=everything,
         tile=tile,
-        normalize=tile == 4,
+        normalize=dims is not None,
+        matryoshka_dims=dims if dims and len(dims) > 1 else None,
     )
     loss = criterion(**data)
     wanted = [*vectors, *([criterion.logit_scale] if everything else [])]
@@ -69,24 +85,18 @@ def test_program_has_the_loss_and_gradients_of_the_reference(
     executor.run(paddle.static.default_startup_program())
     value, *found = executor.run(feed=feed, fetch_list=[loss, *gradients])
 
-    expected = reference(
-        FEED["query"],
-        FEED["positive"],
-        0.1,
-        symmetric,
-        negatives=feed.get("hard_negatives"),
-        ids=feed.get("positive_ids"),
-        negative_ids=feed.get("negative_ids"),
-        label_smoothing=0.2 if everything else 0.0,
-    )
+    options = {
+        "negatives": feed.get("hard_negatives"),
+        "ids": feed.get("positive_ids"),
+        "negative_ids": feed.get("negative_ids"),
+        "label_smoothing": 0.2 if everything else 0.0,
+    }
+    given = FEED["query"], FEED["positive"], 0.1, symmetric
+    expected = of_starts(dims, *given, **options) if dims else reference(*given, **options)
     assert float(value) == pytest.approx(expected.loss, rel=tolerance(0.1))
     right = [expected.query, expected.positive]
     if everything:
         right += [expected.negatives, np.array([expected.logit_scale])]
-    if tile == 4:  # of vectors that have length 1, the part along them is removed
-        given = [FEED[name] for name in feed if not name.endswith("ids")]
-        for place, unit in enumerate(given):
-            right[place] = right[place] - unit * (unit * right[place]).sum(-1, keepdims=True)
     assert len(found) == len(right)
     for got, want in zip(found, right, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(0.1) * expected.size)

@@ -6,7 +6,7 @@ tokens, where the chunks are not the caller's to see: against the plain loss ove
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ import pytest
 from hypothesis import strategies as st
 
 from paddle_recompute import ContrastiveLoss, GradCache
-from paddle_recompute.contrastive._chunks import by_rows
 from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.recompute import is_recomputing
+from tests.contrastive.encoders import gradients, one_shot
 from tests.fuzz import budget
 
 WORDS, DIM = 20, 4
@@ -49,7 +49,6 @@ class Program:
     numbers: int
     rows: int
     towers: str
-    structure: str
     chunk_size: int
     micro_batches: int
     negatives: int
@@ -66,17 +65,12 @@ class Program:
     wrong: int | None  # the row of a chunk that the second forward changes
     has_gradients: bool
 
-    @property
-    def computes_in(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
-
 
 BY_ROWS = st.builds(
     Program,
     numbers=st.integers(0, 2**16),
     rows=st.integers(2, 9),
     towers=st.sampled_from(["shared", "two", "frozen", "same words"]),
-    structure=st.sampled_from(["tensor", "dict", "tuple", "array"]),
     chunk_size=st.integers(1, 10),
     micro_batches=st.sampled_from([1, 1, 2]),
     negatives=st.integers(0, 2),
@@ -98,23 +92,26 @@ BY_ROWS = st.builds(
 
 
 class Tower(paddle.nn.Layer):
-    """The mean of the words, through two Linears."""
+    """The mean of the words, through two Linears; a CPU has few kernels for bfloat16."""
 
     def __init__(self, program: Program, loss: ContrastiveLoss, words: Any = None) -> None:
         super().__init__()
         self.words = words or paddle.nn.Embedding(WORDS, DIM)
         self.inner, self.outer = paddle.nn.Linear(DIM, DIM), paddle.nn.Linear(DIM, DIM)
         self.norm = paddle.nn.BatchNorm1D(DIM) if program.batch_norm else None
+        self.computes_in = "float64" if program.dtype == "float64" else "float32"
+        for layer in (self.words, self.inner, self.outer):
+            layer.to(dtype=program.dtype)
+        if self.norm is not None:
+            self.norm.to(dtype=self.computes_in)
         if program.scale.startswith("shared"):
             self.scale = loss.logit_scale
         self.program = program
 
-    def forward(self, ids: paddle.Tensor, more: paddle.Tensor | None = None) -> Any:
+    def forward(self, ids: paddle.Tensor) -> Any:
         program = self.program
-        words = self.words(ids).astype(program.computes_in).mean(axis=1)
+        words = self.words(ids).astype(self.computes_in).mean(axis=1)
         hidden = paddle.tanh(linear(self.inner, words))
-        if more is not None:
-            hidden = hidden + more.astype(hidden.dtype).unsqueeze(1)
         if program.dropout:
             hidden = paddle.nn.functional.dropout(hidden, 0.3)
         if self.norm is not None and len(ids) > 1:
@@ -129,89 +126,74 @@ class Tower(paddle.nn.Layer):
             spoilt = np.zeros(output.shape, "float32")
             spoilt[program.wrong, program.numbers % DIM] = 5.0
             output = output + paddle.to_tensor(spoilt).astype(output.dtype)
+        seconds = {"used": output * 2.0, "detached": output.detach(), "same": output}
         if program.second_output == "no":
             return output
-        second = {
-            "used": output * 2.0,
-            "detached": output.detach(),
-            "same": output,
-            "None": None,
-        }[program.second_output]
-        return output, {"second": second, "name": "one"}
+        return output, {"second": seconds.get(program.second_output), "name": "one"}
 
 
 def linear(layer: paddle.nn.Linear, rows: paddle.Tensor) -> paddle.Tensor:
-    """In the dtype of `rows`: a CPU has few kernels for bfloat16."""
     weight, bias = (one.astype(rows.dtype) for one in (layer.weight, layer.bias))
     return paddle.nn.functional.linear(rows, weight, bias)
 
 
-@dataclass
-class Trained:
-    """What a step leaves behind."""
-
-    losses: list[float] = field(default_factory=list)
-    gradients: list[Any] = field(default_factory=list)
-    statistics: list[Any] = field(default_factory=list)
-    calls: list[int] = field(default_factory=list)
-    scale: float = 0.0
-
-
-def built(program: Program) -> tuple[tuple[Tower, Tower], ContrastiveLoss, list[Any]]:
+def built(program: Program) -> tuple[tuple[Tower, Tower], ContrastiveLoss]:
     paddle.seed(program.numbers)
-    learned = program.scale != "fixed"
     loss = ContrastiveLoss(
         0.5,
         program.symmetric,
-        learnable_temperature=learned,
+        learnable_temperature=program.scale != "fixed",
         tile=program.tile,
         mask_false_negatives=program.masked,
     )
     if program.scale.endswith("beyond"):
         loss.logit_scale.set_value(paddle.full([1], 4.7))
-    first = Tower(program, loss)
-    second = first
+    first = second = Tower(program, loss)
     if program.towers != "shared":
         second = Tower(program, loss, first.words if program.towers == "same words" else None)
-    for tower in (first, second):
-        if program.dtype != "float32":
-            for layer in (tower.words, tower.inner, tower.outer):
-                layer.to(dtype=program.dtype)
-            if tower.norm is not None:
-                tower.norm.to(dtype=program.computes_in)
     if program.towers == "frozen":
         for parameter in second.parameters():
-            if parameter is not loss.logit_scale:
-                parameter.stop_gradient = True
-    found = {id(p): p for one in (first, second, loss) for p in one.parameters()}
-    return (first, second), loss, list(found.values())
+            parameter.stop_gradient = parameter is not loss.logit_scale
+    return (first, second), loss
 
 
-def embeddings_only(loss: ContrastiveLoss, program: Program, ids: Any) -> Any:
+def loss_of_outputs(loss: ContrastiveLoss, masked: bool, ids: Any) -> Any:
     """A loss over what the towers return."""
 
     def of(*outputs: Any) -> paddle.Tensor:
         vectors = []
         for output in outputs:
             if isinstance(output, tuple):
-                output, more = output
-                if more["second"] is not None:
-                    output = output + more["second"]
+                first, more = output
+                output = first if more["second"] is None else first + more["second"]
             vectors.append(output)
         negatives = paddle.stack(vectors[2:], axis=1) if len(vectors) > 2 else None
-        named = {}
-        if program.masked:
-            named["positive_ids"] = ids
-            if negatives is not None:
-                named["negative_ids"] = paddle.stack([ids + 1] * len(vectors[2:]), axis=1)
-        return loss(vectors[0], vectors[1], negatives, **named)
+        named = {"positive_ids": ids} if masked else {}
+        if masked and negatives is not None:
+            named["negative_ids"] = paddle.stack([ids + 1] * len(vectors[2:]), axis=1)
+        value = loss(vectors[0], vectors[1], negatives, **named)
+        if value.stop_gradient:  # Paddle's backward does nothing then; GradCache says so
+            raise ConfigError("the loss does not depend on a trained parameter")
+        return value
 
     return of
 
 
-def run(program: Program, *, cached: bool) -> Trained:
-    towers, loss, parameters = built(program)
-    result = Trained()
+@dataclass
+class Trained:
+    """What a step leaves behind."""
+
+    losses: list[float]
+    gradients: list[Any]
+    statistics: list[Any]
+    calls: list[int]
+    scale: float
+
+
+def run(program: Program, *, cached: bool) -> Trained | None:
+    """None: nothing is trained."""
+    towers, loss = built(program)
+    parameters = [*{id(p): p for one in (*towers, loss) for p in one.parameters()}.values()]
     trained = [p for p in parameters if not p.stop_gradient]
     calls = [0] * len(program.hooks)
     for number, (place, kind) in enumerate(program.hooks):
@@ -226,87 +208,44 @@ def run(program: Program, *, cached: bool) -> Trained:
             (parameter.astype("float32").sum() * 0.5).backward()
     rng = np.random.default_rng(program.numbers)
     paddle.seed(program.numbers + 1)
+    losses, size, share = [], program.chunk_size, 1.0 / program.micro_batches
     for _ in range(program.micro_batches):
-        inputs = []
-        for _ in range(2 + program.negatives):
-            ids = rng.integers(0, WORDS, (program.rows, 3))
-            more = rng.normal(size=program.rows).astype("float32")
-            as_tensors = paddle.to_tensor(ids), paddle.to_tensor(more)
-            inputs.append(
-                {
-                    "tensor": as_tensors[0],
-                    "dict": {"more": as_tensors[1], "ids": as_tensors[0]},
-                    "tuple": as_tensors,
-                    "array": {"ids": ids, "more": more},
-                }[program.structure]
-            )
-        total = embeddings_only(loss, program, paddle.to_tensor(rng.integers(0, 5, program.rows)))
-        share = 1.0 / program.micro_batches
-        if cached:
-            cache = GradCache(towers, total, chunk_size=program.chunk_size)
-            value = cache.backward(*inputs, loss_scale=share)
-        else:
-            outputs = [in_chunks(towers[min(i, 1)], one, program) for i, one in enumerate(inputs)]
-            value = total(*outputs)
-            if value.stop_gradient:  # Paddle's backward does nothing then; GradCache says so
-                raise ConfigError("the loss does not depend on a trained parameter")
-            (value * share).backward()
-        result.losses.append(float(value))
-    for parameter in parameters:
-        gradient = parameter.grad
-        result.gradients.append(
-            None
-            if gradient is None
-            else gradient.astype("float32").numpy().copy()
-            if program.dtype == "bfloat16"
-            else gradient.numpy().copy()
-        )
-    for tower in towers:
-        if tower.norm is not None:
-            both = tower.norm._mean, tower.norm._variance
-            result.statistics += [one.astype("float32").numpy().copy() for one in both]
-    result.calls = calls
-    result.scale = 0.0 if loss.logit_scale is None else loss.logit_scale.item()
-    return result
+        ids = [rng.integers(0, WORDS, (program.rows, 3)) for _ in range(2 + program.negatives)]
+        texts = paddle.to_tensor(rng.integers(0, 5, program.rows))
+        total = loss_of_outputs(loss, program.masked, texts)
+        inputs = [paddle.to_tensor(one) for one in ids]
+        try:
+            if cached:
+                cache = GradCache(towers, total, chunk_size=size)
+                value = cache.backward(*inputs, loss_scale=share)
+            else:
+                value = one_shot(towers, total, *inputs, chunk_size=size, scale=share)
+        except ConfigError:
+            return None
+        losses.append(float(value))
+    found = [None if p.grad is None else in_numpy(p.grad) for p in parameters]
+    norms = [tower.norm for tower in towers if tower.norm is not None]
+    statistics = [one.numpy() for norm in norms for one in (norm._mean, norm._variance)]
+    return Trained(losses, found, statistics, calls, loss.temperature)
 
 
-def in_chunks(tower: Tower, batch: Any, program: Program) -> Any:
-    outputs = []
-    for chunk in by_rows(program.rows, program.chunk_size):
-        part = chunk.of(batch)
-        if isinstance(part, dict):
-            outputs.append(tower(**part))
-        else:
-            outputs.append(tower(*part) if isinstance(part, tuple) else tower(part))
-    if not isinstance(outputs[0], tuple):
-        return paddle.concat(outputs)
-    seconds = [more["second"] for _, more in outputs]
-    joined = None if seconds[0] is None else paddle.concat(seconds)
-    return paddle.concat([output for output, _ in outputs]), {"second": joined, "name": "one"}
-
-
-def outcome(program: Program, *, cached: bool) -> Trained | str:
-    """What was trained, or that nothing is."""
-    try:
-        return run(program, cached=cached)
-    except ConfigError as error:
-        assert "does not depend on a trained parameter" in str(error), error
-        return "nothing is trained"
+def in_numpy(tensor: paddle.Tensor) -> Any:
+    return (tensor.astype("float32") if tensor.dtype == paddle.bfloat16 else tensor).numpy()
 
 
 def check_by_rows(program: Program) -> None:
     if program.wrong is not None:
         # Only where the row of some chunk certainly counts.
-        program = replaced(program, detached=frozenset(), micro_batches=1, masked=False)
+        program = replace(program, detached=frozenset(), micro_batches=1, masked=False)
         whole = program.wrong < min(program.rows, program.chunk_size)
         if whole and program.dtype != "bfloat16":
             with pytest.raises(RecomputeError, match="returned other values"):
                 run(program, cached=True)
             return
-        program = replaced(program, wrong=None)
-    plain, cached = (outcome(program, cached=one) for one in (False, True))
-    if isinstance(plain, str) or isinstance(cached, str):
-        assert plain == cached
+        program = replace(program, wrong=None)
+    plain, cached = run(program, cached=False), run(program, cached=True)
+    if plain is None or cached is None:
+        assert plain is cached
         return
     assert cached.calls == plain.calls, "hooks run as often as in a plain step"
     assert cached.losses == plain.losses or np.isnan(plain.losses).any()
@@ -331,10 +270,6 @@ def check_by_rows(program: Program) -> None:
             assert np.array_equal(one, other), place
         kind = "float32" if program.dtype == "float64" != one.dtype else program.dtype
         assert np.abs(one - other).max() <= OTHER_ORDER[kind] * max(largest, 1e-3), place
-
-
-def replaced(program: Program, **changes: Any) -> Program:
-    return Program(**{**program.__dict__, **changes})
 
 
 # ------------------------------------------------------------------------------------ by tokens
@@ -415,38 +350,25 @@ def text_batch(texts: Texts, number: int) -> dict[str, Any]:
 
 
 def check_by_tokens(texts: Texts) -> None:
-    batches = [text_batch(texts, number) for number in range(2)]
-    if texts.as_arrays:
-        inputs: list[Any] = batches
-    else:
-        inputs = [{k: paddle.to_tensor(v) for k, v in one.items()} for one in batches]
-    found = []
-    for cached in (False, True):
-        paddle.seed(1)
-        reader = Reader(texts.feature_width)
-        loss = ContrastiveLoss(0.5)
+    arrays = [text_batch(texts, number) for number in range(2)]
+    tensors = [{k: paddle.to_tensor(v) for k, v in one.items()} for one in arrays]
+    paddle.seed(1)
+    reader, loss = Reader(texts.feature_width), ContrastiveLoss(0.5)
+    plain = loss(*(reader(**one) for one in tensors))
+    plain.backward()
+    expected = gradients(reader)
+    encoder: Any = reader
+    inputs: list[Any] = arrays if texts.as_arrays else tensors
+    if texts.side_by_side:
+        inputs = [{"inner": [one], "x": 1} for one in inputs]
 
-        def encoder(batch: dict[str, Any], reader: Reader = reader) -> paddle.Tensor:
-            return reader(**batch)
+        def encoder(inner: list[Any], x: int) -> paddle.Tensor:
+            return reader(**inner[0])
 
-        given = [{"inner": [one], "x": 1} for one in inputs] if texts.side_by_side else inputs
-        if cached:
-            function = (
-                (lambda inner, x, reader=reader: reader(**inner[0]))
-                if texts.side_by_side
-                else reader
-            )
-            value = GradCache(function, loss, chunk_tokens=texts.tokens).backward(*given)
-        else:
-            tensors = [{k: paddle.to_tensor(v) for k, v in one.items()} for one in batches]
-            value = loss(*(encoder(one) for one in tensors))
-            value.backward()
-        gradients = [p.grad for p in reader.parameters()]
-        found.append((float(value), [None if g is None else g.numpy() for g in gradients]))
-    (plain, expected), (cached_loss, gradients) = found
-    assert cached_loss == pytest.approx(plain, rel=1e-5)
+    value = GradCache(encoder, loss, chunk_tokens=texts.tokens).backward(*inputs)
+    assert float(value) == pytest.approx(float(plain), rel=1e-5)
     largest = max(float(np.abs(g).max()) for g in expected if g is not None)
-    for one, other in zip(gradients, expected, strict=True):
+    for one, other in zip(gradients(reader), expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             assert np.abs(one - other).max() <= 1e-4 * max(largest, 1e-3)
