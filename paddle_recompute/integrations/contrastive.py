@@ -47,9 +47,9 @@ class ContrastiveTrainerMixin(RecomputeTrainerMixin):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.contrastive_loss = contrastive_loss or ContrastiveLoss()
-        self._chunks: Any = {"chunk_size": chunk_size, "chunk_tokens": chunk_tokens}
-        self._cached_model: Any = None
-        self._cache_for(self.model)  # refuses what does not fit before the training begins
+        self._chunks = {"chunk_size": chunk_size, "chunk_tokens": chunk_tokens}
+        self._cache = self._cache_of(self.model)
+        self._cached_model = self.model
 
     def contrastive_encoders(self, model: Any) -> Any:
         """The encoder of both sides, or a pair, for `GradCache`."""
@@ -108,7 +108,13 @@ class ContrastiveTrainerMixin(RecomputeTrainerMixin):
         if isinstance(model, paddle.distributed.fleet.meta_parallel.ShardingParallel):
             model = model._layers  # stage 1; the wrapper has no method `encode`
         if model is not self._cached_model:
-            encoders = self.contrastive_encoders(model)
-            self._cache = GradCache(encoders, self.contrastive_loss, **self._chunks)
-            self._cached_model = model
+            self._cache, self._cached_model = self._cache_of(model), model
         return self._cache
+
+    def _cache_of(self, model: Any) -> GradCache:
+        return GradCache(
+            self.contrastive_encoders(model),
+            self.contrastive_loss,
+            chunk_size=self._chunks["chunk_size"],
+            chunk_tokens=self._chunks["chunk_tokens"],
+        )

@@ -9,7 +9,9 @@ finds nothing to synchronize. The last micro-batch of an optimizer step runs ins
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +53,19 @@ _REFUSED_WITH_STAGE_1 = (
 )
 
 if TYPE_CHECKING:
-    _Trainer = Any
+
+    class _Trainer:
+        args: Any
+        model: paddle.nn.Layer
+        scaler: Any
+        do_grad_scaling: bool
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def add_callback(self, callback: Any) -> None: ...
+        def autocast_smart_context_manager(self) -> Any: ...
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any: ...
+        def _prepare_inputs(self, inputs: Any) -> Any: ...
+        def _wrap_model(self, model: Any, training: bool = True) -> Any: ...
 else:
     _Trainer = object
 
@@ -145,7 +159,9 @@ class RecomputeTrainerMixin(_Trainer):
 
 
 class _LoopEvents:
-    """A callback of either library, for the beginning of an epoch and for the update."""
+    """A callback of either library: all its events do nothing, but those of an epoch's beginning
+    and before the update.
+    """
 
     def __init__(self, trainer: RecomputeTrainerMixin) -> None:
         self._trainer = trainer
@@ -160,7 +176,11 @@ class _LoopEvents:
     def __getattr__(self, event: str) -> Any:
         if not event.startswith("on_"):
             raise AttributeError(event)
-        return lambda *args, **kwargs: None
+        return _nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a callback does at an event that does not concern it."""
 
 
 @contextlib.contextmanager
@@ -177,6 +197,17 @@ def _bare_model_for_data_parallel() -> Iterator[None]:
         yield
     finally:
         paddle.DataParallel = original
+
+
+def _option_of_the_command(name: str) -> str:
+    """What ``--name`` was given on the command line of this process; "" if it was not."""
+    found: list[str] = []
+    for place, word in enumerate(sys.argv):
+        option, _, value = word.partition("=")
+        if option == f"--{name}":
+            following = itertools.takewhile(lambda w: not w.startswith("-"), sys.argv[place + 1 :])
+            found += [value] if value else following
+    return " ".join(found).strip()
 
 
 def _refuse(*given: Any) -> None:
@@ -211,10 +242,11 @@ def _refuse(*given: Any) -> None:
 
 
 def _sharding_of(settings: Any) -> str:
-    """What is asked for, in words; on one rank their arguments drop it, and it has no effect."""
+    """What is asked for, in words; on one rank their arguments forget it."""
     sharding = getattr(settings, "sharding", None)
     stages = sharding if isinstance(sharding, list | tuple) else [sharding]
-    return " ".join(str(getattr(one, "value", one)) for one in stages if one)
+    asked = " ".join(str(getattr(one, "value", one)) for one in stages if one)
+    return asked or (_option_of_the_command("sharding") if sharding is not None else "")
 
 
 def _is_stage_1(settings: Any) -> bool:

@@ -46,7 +46,7 @@ VARIANTS = {
     1: ("plain-2", "ours-2", "plain-2-amp", "ours-2-amp", "contrastive-1-pairs"),
     2: (
         *("plain-2", "ours-2", "plain-2-amp", "ours-2-amp", "plain-2-tail", "ours-2-tail"),
-        *(*PAIRS, "plain-1-pairs-amp", "contrastive-1-pairs-amp"),
+        *(*PAIRS, "aside-2-pairs", "plain-1-pairs-amp", "contrastive-1-pairs-amp"),
         *("refuse:amp_master_grad=True", "refuse:sharding=stage2", "refuse:sharding=stage3"),
     ),
 }
@@ -198,8 +198,11 @@ def test_contrastive_mixin_evaluates(library: str) -> None:
 @each_library
 def test_contrastive_mixin_with_accumulation(library: str) -> None:
     """GradCache adds the two sides of one encoder to the gradient of the micro-batch before, one by
-    one: (g + a) + b. A plain backward adds their sum: g + (a + b).
+    one: (g + a) + b. A plain backward adds their sum: g + (a + b). That order is all that differs:
+    with the gradient set aside, as in ``aside``, each bit is the same. It would cost the memory of
+    all gradients once more, so the mixin does not do it.
     """
+    check_equal(library, "plain-2-pairs", "aside-2-pairs", ranks=2)
     own = check_ours(library, "contrastive-2-pairs", 2)
     for one, other in zip(own, records(library, 2)[0]["plain-2-pairs"], strict=True):
         assert one["losses"] == pytest.approx(other["losses"], rel=ORDER_OF_A_SUM)
@@ -236,6 +239,41 @@ class Mixed(RecomputeTrainerMixin, Theirs):  # type: ignore[misc]
     """With no library at all."""
 
 
+class OfOneRank:
+    """As the training arguments of PaddleFormers and PaddleNLP on one rank: they drop sharding."""
+
+    def __init__(self, left: Any) -> None:
+        self.max_grad_norm = 1.0
+        self.sharding = left
+        self.sharding_parallel_degree = -1
+
+
+@pytest.mark.parametrize("left", ["", []], ids=["PaddleFormers", "PaddleNLP"])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["--sharding", "stage1"], None),
+        (["--sharding=stage2"], "sharding=stage2"),
+        (["--lr", "1", "--sharding", "stage1", "offload", "--bf16"], "sharding=stage1 offload"),
+        (["--sharding", "stage3 offload"], "sharding=stage3 offload"),
+        (["--sharding_parallel_config", "split_param"], None),
+        (["--sharding", ""], None),
+        (["--sharding="], None),
+        (["--no-sharding", "stage1"], None),
+        ([], None),
+    ],
+)
+def test_sharding_on_one_rank_is_refused(
+    command: list[str], words: str | None, left: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", *command])
+    arguments = OfOneRank(left)
+    expected = ConfigError if words else AssertionError  # their constructor comes after ours
+    told = rf"the training arguments ask for {words};" if words else "starts what is asked for"
+    with pytest.raises(expected, match=told):
+        Mixed(args=arguments)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -252,7 +290,7 @@ class Mixed(RecomputeTrainerMixin, Theirs):  # type: ignore[misc]
         ({"use_expert_parallel": True}, "use_expert_parallel=True"),
     ],
 )
-@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "by place"])
+@pytest.mark.parametrize("by_name", [True, False])
 def test_arguments_are_refused_before_theirs_are_obeyed(
     settings: dict[str, Any], words: str, by_name: bool
 ) -> None:
