@@ -34,7 +34,7 @@ from paddle_recompute.recompute import (
     undo_recompute,
 )
 
-FORMAT = 4
+FORMAT = 5
 MOST_CORRECTIONS = 3
 """How often a plan whose measured step was above the budget is made anew."""
 
