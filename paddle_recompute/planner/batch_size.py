@@ -24,7 +24,7 @@ from paddle_recompute.planner.step_costs import Progress
 
 AtRows = Callable[[Sequence[int], Sequence[int], int], float]
 """``bytes_at(sizes, values, rows)``: the value at `rows` rows, from those at three sizes."""
-_SCALED = {"base", "held", "input_bytes", "output_bytes", *BYTES}
+_SCALED = {"base", "held", "frees_input", "input_bytes", "output_bytes", *BYTES}
 """Fields with bytes that grow with the rows."""
 
 

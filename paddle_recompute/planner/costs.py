@@ -33,6 +33,7 @@ class OptionCost:
             parameters and, if it is recomputed, with all that is computed again.
         seconds: Of forward and backward.
         keeps_output: Whether the call itself keeps its output until its backward.
+        frees_input: Bytes of its inputs that it does not keep, because it keeps a copy of them.
         repeated: Bytes that are computed again and held in its backward, between its operators.
     """
 
@@ -41,6 +42,7 @@ class OptionCost:
     backward_peak: int
     seconds: float
     keeps_output: bool = False
+    frees_input: int = 0
     repeated: int = 0
 
 
@@ -233,6 +235,8 @@ def maximum(everywhere: Sequence[StepCosts]) -> StepCosts:
         )
 
     def largest(name: str, values: Sequence[Any]) -> Any:
+        if name == "frees_input":
+            return min(values)
         has_largest = name in ("base", "seconds", *BYTES)
         return max(values) if has_largest else values[0]
 

@@ -35,6 +35,8 @@ class MeasuredCall:
 
     Attributes:
         gradients: Bytes of the gradients that a backward makes, by name in the block.
+        frees_inputs: Bytes of each input that go when nobody but the plain block holds it after
+            the forward, by where it is among the inputs.
         rounds: How often each option was run.
         spent: Seconds of the last round.
 
@@ -60,6 +62,7 @@ class MeasuredCall:
             )
         self._runs: dict[str, list[OptionCost]] = {PLAIN: [], WHOLE: []}
         self.gradients: dict[str, int] = {}
+        self.frees_inputs: dict[str, int] = {}
         self.rounds, self.spent = 0, 0.0
 
     @property
@@ -70,9 +73,11 @@ class MeasuredCall:
     def round(self) -> None:
         """Run the call once under each option, in turn: what slows one down slows all of them."""
         began = now()
-        if not self.rounds:  # the first run of a block is slower: this one is not timed
+        if self._keeps_gradients and not self.rounds:
             _run(self._block, self._call)
-            self._note_gradients()
+        if not self.rounds:
+            # The first forward of a block is slower than the next ones: this one is not timed.
+            self.frees_inputs = _freed_inputs(self._block, self._call)
         for option, runs in self._runs.items():
             with self._under(option):
                 runs.append(_run(self._block, self._call))
@@ -109,6 +114,28 @@ class MeasuredCall:
             yield
         finally:
             undo_recompute(self._block)
+
+
+def _freed_inputs(block: paddle.nn.Layer, call: RecordedCall) -> dict[str, int]:
+    """Bytes of each input that go when nobody but `block` holds it after the forward."""
+    with paddle.set_grad_enabled(True):
+        args, kwargs = _inputs(call)
+        with amp_state_of(call.amp), call.replayed():
+            outputs = block(*args, **kwargs)
+        leaves = [
+            (path, leaf)
+            for path, leaf in _nested.named_leaves((args, kwargs))
+            if _nested.is_tensor(leaf)
+        ]
+        del args, kwargs
+        freed = {}
+        while leaves:
+            before = memory.current_bytes()
+            path, leaf = leaves.pop()
+            del leaf
+            freed[path] = before - memory.current_bytes()
+        del outputs
+    return freed
 
 
 def _inputs(call: RecordedCall) -> Any:

@@ -34,7 +34,7 @@ from paddle_recompute.recompute import (
     undo_recompute,
 )
 
-FORMAT = 5
+FORMAT = 4
 MOST_CORRECTIONS = 3
 """How often a plan whose measured step was above the budget is made anew."""
 

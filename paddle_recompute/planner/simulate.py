@@ -99,13 +99,32 @@ def own_option(choice: Choice) -> str:
 def kept_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
     """What one call adds to the level of the skeleton, if it does not give up its input."""
     call = calls[number]
-    own_output = cost.keeps_output and not call.output_is_kept
-    return cost.kept + call.output_bytes if own_output else cost.kept
+    kept = cost.kept - freed_bytes(calls, number, cost)
+    return kept + call.output_bytes if cost.keeps_output and not call.output_is_kept else kept
 
 
-def repeated_bytes(call: CallCost) -> int:
-    """What a call of a segment keeps when the segment has run again."""
-    return call.options[PLAIN].kept + call.options[WHOLE].kept
+def given_up_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
+    """What a call does not keep of its input where it is computed again for it, and would else."""
+    return calls[number].input_bytes - freed_bytes(calls, number, cost)
+
+
+def repeated_bytes(calls: Sequence[CallCost], number: int, first: int) -> int:
+    """What a call of a segment from `first` on keeps when the segment has run again."""
+    options = calls[number].options
+    return options[PLAIN].kept + options[WHOLE].kept - freed_again(calls, number, JOINED, first)
+
+
+def freed_again(calls: Sequence[CallCost], number: int, option: str, first: int) -> int:
+    """The input that is not there any more in the backward of a call."""
+    if option == JOINED and number == first:  # the segment holds it
+        return 0
+    # A call that is recomputed whole gives its input to the plain call that it repeats.
+    return freed_bytes(calls, number, calls[number].options[PLAIN])
+
+
+def freed_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
+    """The input of a call that keeps a copy of it (an LSTM)."""
+    return min(cost.frees_input, calls[number].input_bytes)
 
 
 def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
@@ -115,7 +134,7 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
     kept = {n: kept_bytes(calls, n, cost) for n, cost in cost_of.items()}
     for n, choice in choice_of.items():
         if choice.option == JOINED and n > choice.first:  # the segment computes its input again
-            kept[n] -= calls[n].input_bytes
+            kept[n] -= given_up_bytes(calls, n, cost_of[n])
     base = costs.base + costs.excess
     above = 0  # bytes of the calls, above the skeleton
     live: dict[int, int] = {}  # what each call of a segment that runs again keeps
@@ -158,11 +177,12 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
                     above + change,
                     plain.forward_peak,
                 )
-                live[inner] = repeated_bytes(calls[inner])
+                live[inner] = repeated_bytes(calls, inner, choice.first)
                 change += live[inner]
         above += change
         # The operators of calls that do not depend on each other take turns.
         inside = sum(running.values()) + cost.backward_peak
+        inside -= freed_again(calls, number, choice.option, choice.first)
         if number in seen_to_end:
             running[number] = cost.kept + cost.repeated
         where = f"backward of {call.name}"

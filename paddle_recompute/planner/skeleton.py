@@ -19,6 +19,7 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.amp import AmpState, amp_state
 from paddle_recompute._paddle.layers import is_initialized, is_parameter
+from paddle_recompute._paddle.saved_tensors import look_of
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import Event
 from paddle_recompute.planner.signatures import structure_of
@@ -41,6 +42,8 @@ class RecordedCall:
     """What opaque arguments, such as a cache of keys and values, held before the call."""
     input_pointers: dict[int, int]
     """Bytes by address."""
+    input_paths: dict[str, int]
+    """Address of each tensor among the inputs that is no view, by where it is in them."""
     output_pointers: dict[int, int]
     output_bytes: int
     made_by: frozenset[int]
@@ -76,28 +79,30 @@ class Skeleton:
         events: What happened.
         saved_outside: Addresses of tensors that operators outside of blocks saved, with the pass in
             which they did: an address is used again in the next one.
-        runs_backward_twice: Whether a backward asked for a saved tensor a second time.
+        has_dropped_too_much: Whether a backward asked for a tensor that was dropped with the graph
+            of blocks, or a second time.
     """
 
     start: int = 0
     calls: list[RecordedCall] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     saved_outside: set[tuple[int, int]] = field(default_factory=set)
-    runs_backward_twice: bool = False
+    has_dropped_too_much: bool = False
 
 
-def run_skeleton(blocks: Mapping[str, paddle.nn.Layer], step: Callable[[], object]) -> Skeleton:
+def run_skeleton(
+    blocks: Mapping[str, paddle.nn.Layer], step: Callable[[], object], *, drops: bool = True
+) -> Skeleton:
     """Run `step`, a forward and a backward, without the insides of `blocks`.
-
-    What operators beside the blocks saved stays where a graph of blocks is dropped without a
-    backward: Paddle forgets it, and another graph may need it.
 
     Args:
         blocks: By name.
         step: Its numbers are no gradients.
+        drops: Whether what operators beside the blocks saved goes with a graph of blocks that is
+            dropped without a backward. Paddle would forget it; but another graph may need it.
     """
     structures = {name: structure_of(block) for name, block in blocks.items()}
-    recorder = _Recorder(structures)
+    recorder = _Recorder(structures, drops)
     with contextlib.ExitStack() as stack:
         for name, block in blocks.items():
             stack.enter_context(_replaced_forward(block, name, recorder))
@@ -127,7 +132,7 @@ def _replaced_forward(block: paddle.nn.Layer, name: str, recorder: _Recorder) ->
 
 
 class _Recorder:
-    def __init__(self, structures: Mapping[str, tuple[Any, ...]]) -> None:
+    def __init__(self, structures: Mapping[str, tuple[Any, ...]], drops: bool) -> None:
         self.skeleton = Skeleton()
         self.inside = False
         self._structures = structures
@@ -136,6 +141,9 @@ class _Recorder:
         self._waiting = 0
         """Calls whose backward is still to come."""
         self._seen: set[tuple[Any, ...]] = set()
+        self._drops = drops
+        self._saved: list[_Saved] = []
+        """Of operators outside of blocks, in this pass."""
         self._outputs: dict[int, int] = {}
         """The call that made the tensor at an address, as long as that tensor is there."""
 
@@ -170,6 +178,7 @@ class _Recorder:
         given = {tensor.data_ptr() for tensor in _nested.tensors_in(inputs)}
         if self._waiting == 0:
             self._numbers.clear()
+            self._saved = [saved for saved in self._saved if saved.is_waiting]
             self._pass += 1
         self._waiting += 1
         number = self._numbers.get(name, 0)
@@ -220,6 +229,11 @@ class _Recorder:
                 amp_state(),
                 reach,
                 own_inputs,
+                {
+                    path: leaf.data_ptr()
+                    for path, leaf in _nested.named_leaves(inputs)
+                    if _nested.is_tensor(leaf) and _owns_its_memory(leaf)
+                },
                 fresh,
                 sum(fresh.values()),
                 frozenset(made_by),
@@ -252,13 +266,17 @@ class _Recorder:
         if place not in done and -1 not in done:
             self.event("dropped", place)
             self._waiting -= 1
+            if self._waiting == 0 and self._drops:
+                for saved in self._saved:
+                    saved.drop()
 
     def pack(self, tensor: paddle.Tensor) -> _Saved:
         if not self.inside and is_initialized(tensor):
             self._is_kept(tensor.data_ptr())
             is_before_the_next = self._waiting == 0
             self.skeleton.saved_outside.add((self._pass + is_before_the_next, tensor.data_ptr()))
-        return _Saved(tensor, self.skeleton)
+        self._saved.append(_Saved(tensor, self.skeleton))
+        return self._saved[-1]
 
 
 class _Saved:
@@ -272,12 +290,19 @@ class _Saved:
         self._likeness = tensor.shape, tensor.dtype
         self._skeleton = skeleton
 
+    @property
+    def is_waiting(self) -> bool:
+        return self._tensor is not None
+
     def take(self) -> paddle.Tensor:
         tensor, self._tensor = self._tensor, None
         if tensor is None:  # an error would leave the engine as another one
-            self._skeleton.runs_backward_twice = True
+            self._skeleton.has_dropped_too_much = True
             return paddle.zeros(*self._likeness)
         return tensor
+
+    def drop(self) -> None:
+        self._tensor = None
 
 
 class _GateHolder:
@@ -372,6 +397,11 @@ def _pointers(value: Any) -> dict[int, int]:
         for tensor in _nested.tensors_in(value)
         if is_initialized(tensor) and not is_parameter(tensor)
     }
+
+
+def _owns_its_memory(tensor: paddle.Tensor) -> bool:
+    """Whether nothing says that `tensor` is a part of another one."""
+    return look_of(tensor)[1:3] == (None, 0)
 
 
 def _likenesses(inputs: Any) -> tuple[Any, ...]:

@@ -35,6 +35,8 @@ from paddle_recompute.planner.simulate import (
     JOINED,
     Choice,
     Timeline,
+    freed_again,
+    given_up_bytes,
     kept_bytes,
     repeated_bytes,
     simulate,
@@ -230,15 +232,18 @@ class _Group:
             for option in options:
                 yield from self._spans_from(first, option, room)
             # A segment gives up more than it keeps where inputs of its calls are large.
-            least = min(kept_bytes(calls, number, one) for one in options.values())
-            room -= min(0, least - calls[number].input_bytes)
+            least = min(
+                kept_bytes(calls, number, one) - given_up_bytes(calls, number, one)
+                for one in options.values()
+            )
+            room -= min(0, least)
 
     def _spans_from(self, first: int, option: str, room: int) -> Iterator[_Span]:
         """One call and, if it is recomputed, segments, where each call continues the one before.
 
         Segments that need more than `room`, with what earlier calls may give up, are left out.
         """
-        calls = self.costs.calls
+        calls, start = self.costs.calls, self.order[first]
         kept, seconds = 0, 0.0
         ahead = 0  # the peaks of the forwards
         again = 0  # what the calls before the last one keep when the segment has run again
@@ -251,9 +256,9 @@ class _Group:
                 if calls[number].follows != before or number != before + 1:
                     return
                 plain = calls[before].options[PLAIN]
-                peak = again + plain.backward_peak
+                peak = again + plain.backward_peak - freed_again(calls, before, JOINED, start)
                 second = max(second, again + plain.forward_peak)
-                again += repeated_bytes(calls[before])
+                again += repeated_bytes(calls, before, start)
                 inner = max(
                     inner,
                     self.backward[last - 1] + peak,
@@ -267,18 +272,20 @@ class _Group:
             )
             kept += kept_bytes(calls, number, own)
             if not is_alone:
-                kept -= calls[number].input_bytes
+                kept -= given_up_bytes(calls, number, own)
             seconds += own.seconds
             if max(ahead, inner) > room and not is_alone:
                 return  # a longer one reaches higher
+            together = option if is_alone else JOINED
+            peak = again + own.backward_peak - freed_again(calls, number, together, start)
             reach = max(
                 ahead,
                 inner,
-                self.backward[last] + max(second, again + own.backward_peak),
+                self.backward[last] + max(second, peak),
                 self.before_backward[last] + kept,
             )
             if is_alone or reach <= room:
-                yield _Span(first, last, option if is_alone else JOINED, reach, kept, seconds)
+                yield _Span(first, last, together, reach, kept, seconds)
             if option != WHOLE:
                 return
 

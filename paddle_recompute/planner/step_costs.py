@@ -14,7 +14,7 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
-from paddle_recompute.planner.costs import CallCost, Event, StepCosts
+from paddle_recompute.planner.costs import PLAIN, CallCost, Event, StepCosts
 from paddle_recompute.planner.measured_call import MeasuredCall
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
 from paddle_recompute.recompute import is_treated
@@ -64,8 +64,12 @@ def measure_step(
     state = StepState(job.model)
     try:
         skeleton = run_skeleton(blocks, job.step)
+        drops = not skeleton.has_dropped_too_much
+        if not drops:
+            clear_gradients(parameters)
+            skeleton = run_skeleton(blocks, job.step, drops=False)
         if keeps_gradients:  # the parameters outside of blocks have them now
-            skeleton = run_skeleton(blocks, job.step)
+            skeleton = run_skeleton(blocks, job.step, drops=drops)
         _check_recorded(skeleton, blocks)
         gradients = {id(p): _bytes_of_gradient(p) for p in parameters if p.grad is not None}
         clear_gradients(parameters)
@@ -126,7 +130,7 @@ def check_measurable(model: paddle.nn.Layer) -> None:
 
 
 def _check_recorded(skeleton: Skeleton, blocks: Mapping[str, paddle.nn.Layer]) -> None:
-    if skeleton.runs_backward_twice:
+    if skeleton.has_dropped_too_much:
         raise PlanError(
             "the step runs a backward a second time through operators beside its blocks "
             "(retain_graph=True); such a step cannot be planned"
@@ -184,6 +188,9 @@ def _composed(
     calls: list[CallCost] = []
     # An address is used again in the next pass.
     taken: dict[tuple[int, int], int] = {}
+    uses = Counter(
+        (call.pass_number, one) for call in skeleton.calls for one in call.input_pointers
+    )
     for number, call in enumerate(skeleton.calls):
         inputs = {
             (call.pass_number, pointer): size for pointer, size in call.input_pointers.items()
@@ -197,7 +204,14 @@ def _composed(
             and pointer not in skeleton.saved_outside
             and pointer[1] not in in_batch
         }
-        gradients = measured[call.signature].gradients
+        kind = measured[call.signature]
+        # An input of several calls stays for the others.
+        alone = {pointer for (_, pointer) in own if uses[call.pass_number, pointer] == 1}
+        freed = {
+            path: size
+            for path, size in kind.frees_inputs.items()
+            if call.input_paths.get(path) in alone
+        }
         calls.append(
             CallCost(
                 call.layer,
@@ -208,10 +222,19 @@ def _composed(
                 call.output_bytes,
                 call.output_pointers.keys() <= call.kept_outputs,
                 max(call.made_by, default=None),
-                {f"{call.layer}.{name}": size for name, size in gradients.items()},
-                costs[call.signature],
+                {f"{call.layer}.{name}": size for name, size in kind.gradients.items()},
+                {
+                    option: replace(cost, frees_input=sum(freed.values()) if option == PLAIN else 0)
+                    for option, cost in costs[call.signature].items()
+                },
             )
         )
+    # What a later call may free is kept by nobody for sure.
+    may_go = {call.follows for call in calls if any(o.frees_input for o in call.options.values())}
+    calls = [
+        replace(call, output_is_kept=call.output_is_kept and number not in may_go)
+        for number, call in enumerate(calls)
+    ]
     end = skeleton.events[-1]
     update = Event("update", -1, end.enter + update_bytes, end.enter)
     events = (*skeleton.events, update)

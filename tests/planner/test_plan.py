@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from paddle import nn
 
 from paddle_recompute import (
     ContrastiveLoss,
@@ -49,74 +49,67 @@ CLOSE = 0.01
 """What operators beside the blocks saved, and rows that meet, are predicted so closely."""
 EXACT = 64
 """Bytes: scalars of a loss."""
-ABOVE = {"two towers": 0.03, "gradient cache": 0.03, "lstm": 0.08}
-"""Predicted as an upper bound: two calls whose operators take turns; an LSTM, which keeps a copy of
-its input.
-"""
+IN_TURNS = 0.03
+"""Two calls whose operators take turns are predicted as an upper bound."""
 
 
-def encoder(layers: int = 4, width: int = 32) -> nn.Layer:
-    block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, activation="gelu")
-    return nn.TransformerEncoder(block, layers)
+def encoder(layers: int = 4, width: int = 32) -> paddle.nn.Layer:
+    block = paddle.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, activation="gelu")
+    return paddle.nn.TransformerEncoder(block, layers)
 
 
-class Whole(nn.Layer):
-    """Does what `forward` does with the model and its inputs."""
-
-    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-        self.does = forward
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.does(self, *inputs)
-
-
-def two_towers() -> nn.Layer:
+class TwoTowers(paddle.nn.Layer):
     """One encoder for both sides."""
 
-    def forward(model: Any, query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
-        a, b = model.encoder(query).mean(axis=1), model.encoder(positive).mean(axis=1)
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = encoder()
+
+    def forward(self, query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
+        a, b = self.encoder(query).mean(axis=1), self.encoder(positive).mean(axis=1)
         return paddle.matmul(a, b, transpose_y=True).square().mean()
 
-    return Whole(forward, encoder=encoder())
 
-
-def u_net() -> nn.Layer:
+class UNet(paddle.nn.Layer):
     """Blocks whose outputs are used twice."""
 
-    def block(a: int, b: int) -> nn.Layer:
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = paddle.nn.LayerList(
+            [self._block(a, b) for a, b in [(3, 8), (8, 16), (16, 16), (32, 8), (16, 4)]]
+        )
+
+    @staticmethod
+    def _block(a: int, b: int) -> paddle.nn.Layer:
+        nn = paddle.nn
         return nn.Sequential(nn.Conv2D(a, b, 3, padding=1), nn.BatchNorm2D(b), nn.ReLU())
 
-    def forward(model: Any, x: paddle.Tensor) -> paddle.Tensor:
-        f = nn.functional
-        one = model.blocks[0](x)
-        two = model.blocks[1](f.max_pool2d(one, 2))
-        low = model.blocks[2](f.max_pool2d(two, 2))
-        up = model.blocks[3](paddle.concat([f.interpolate(low, scale_factor=2), two], axis=1))
-        return model.blocks[4](paddle.concat([f.interpolate(up, scale_factor=2), one], axis=1))
-
-    sizes = [(3, 8), (8, 16), (16, 16), (32, 8), (16, 4)]
-    return Whole(forward, blocks=nn.LayerList([block(a, b) for a, b in sizes]))
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        f = paddle.nn.functional
+        one = self.blocks[0](x)
+        two = self.blocks[1](f.max_pool2d(one, 2))
+        low = self.blocks[2](f.max_pool2d(two, 2))
+        up = self.blocks[3](paddle.concat([f.interpolate(low, scale_factor=2), two], axis=1))
+        return self.blocks[4](paddle.concat([f.interpolate(up, scale_factor=2), one], axis=1))
 
 
 def job_of(name: str) -> Job:
     paddle.seed(0)
     if name == "gradient cache":
-        model = nn.Sequential(encoder(), mean())
+        model = paddle.nn.Sequential(encoder(), Mean())
         cache = GradCache(model, ContrastiveLoss(temperature=0.1), chunk_size=4)
         batch = paddle.randn([16, 8, 32]), paddle.randn([16, 8, 32])
         return Job(model, batch, None, grad_cache=cache)
     if name == "two towers":
+        towers = TwoTowers()
         batch = paddle.randn([8, 16, 32]), paddle.randn([8, 12, 32])
-        return Job(two_towers(), batch, lambda m, pair: m(*pair))
+        return Job(towers, batch, lambda m, pair: m(*pair))
     make, shape = {
         "encoder": (encoder, [8, 16, 32]),
         "one encoder twice": (encoder, [8, 16, 32]),
-        "u-net": (u_net, [4, 3, 16, 16]),
-        "lstm": (lambda: nn.Sequential(*[recurrent(24) for _ in range(4)]), [8, 12, 24]),
-        "one mask": (one_mask, [64, 32, 32]),
+        "u-net": (UNet, [4, 3, 16, 16]),
+        "lstm": (lambda: paddle.nn.Sequential(*[Recurrent(24) for _ in range(4)]), [8, 12, 24]),
+        "one mask": (OneMask, [64, 32, 32]),
     }[name]
     return Job(make(), paddle.randn(shape), twice if name == "one encoder twice" else squared)
 
@@ -129,38 +122,49 @@ def twice(model: Any, batch: Any) -> Any:
     return squared(model, batch) + squared(model, batch * 2)
 
 
-def recurrent(width: int) -> nn.Layer:
-    return Whole(
-        lambda block, x: block.norm(x + block.lstm(x)[0]),
-        lstm=nn.LSTM(width, width),
-        norm=nn.LayerNorm(width),
-    )
+class Recurrent(paddle.nn.Layer):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = paddle.nn.LSTM(width, width)
+        self.norm = paddle.nn.LayerNorm(width)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.norm(x + self.lstm(x)[0])
 
 
-def masked(number: int) -> nn.Layer:
+class Masked(paddle.nn.Layer):
     """Keeps its input, and of the mask only what it computes of it."""
 
-    def forward(block: Any, x: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-        scores = nn.functional.softmax(block.linear(x) + mask)
-        return x + scores * nn.functional.dropout(x, 0.1)
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(width, width)
+        self.layer_idx = next(COUNT)
 
-    return Whole(forward, linear=nn.Linear(32, 32), layer_idx=number)
+    def forward(self, x: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
+        scores = paddle.nn.functional.softmax(self.linear(x) + mask)
+        return x + scores * paddle.nn.functional.dropout(x, 0.1)
 
 
-def one_mask() -> nn.Layer:
+class OneMask(paddle.nn.Layer):
     """Blocks that get the same mask, made in the forward."""
 
-    def forward(model: Any, x: paddle.Tensor) -> paddle.Tensor:
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = paddle.nn.LayerList([Masked(32) for _ in range(4)])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         mask = (x > 0).astype(x.dtype) * -1e4
-        for block in model.blocks:
+        for block in self.blocks:
             x = block(x, mask)
         return x
 
-    return Whole(forward, blocks=nn.LayerList([masked(number) for number in range(4)]))
+
+COUNT = itertools.count()
 
 
-def mean() -> nn.Layer:
-    return Whole(lambda _, x: x.mean(axis=1))
+class Mean(paddle.nn.Layer):
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x.mean(axis=1)
 
 
 JOBS = ("encoder", "two towers", "u-net", "lstm", "gradient cache")
@@ -202,13 +206,26 @@ def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
         predicted, measured = (
             one - costs.base for one in peaks(job, costs, uniform(costs, option))
         )
-        slack = ABOVE.get(name, 0) * measured + EXACT
+        slack = IN_TURNS * measured if name in ("two towers", "gradient cache") else EXACT
         assert -EXACT <= predicted - measured <= slack, option
 
 
-@pytest.mark.parametrize("segments", [1, "auto"])
-def test_the_policy_of_segments_is_predicted(segments: Any) -> None:
+def test_segments_are_predicted() -> None:
     job = job_of("encoder")
+    costs = costs_of("encoder")
+    for choices in (
+        [Choice(0, 1, JOINED), Choice(2, 3, JOINED)],
+        [Choice(0, 0, "plain"), Choice(1, 3, JOINED)],
+        [Choice(0, 3, JOINED)],
+    ):
+        predicted, measured = peaks(job, costs, choices)
+        assert abs(predicted - measured) <= EXACT
+
+
+@pytest.mark.parametrize("segments", [1, 2, "auto"])
+@pytest.mark.parametrize("name", ["encoder", "lstm"])
+def test_the_policy_of_segments_is_predicted(name: str, segments: Any) -> None:
+    job = job_of(name)
     config = RecomputeConfig(policy="segments", segments=segments)
     found = estimate(job.model, job.batch, job.loss_fn, recompute=config)
     report = apply_recompute(job.model, config)
@@ -222,40 +239,23 @@ def test_the_policy_of_segments_is_predicted(segments: Any) -> None:
     assert abs(found.costs.base + peak - found.peak_bytes) <= EXACT
 
 
-def gradients_of(job: Job, found: RecomputePlan | None, steps: int = 2) -> list[Any]:
-    """Gradients and buffers after steps under a plan."""
-    paddle.seed(7)
-    if found is not None:
-        found.apply(job.model)
-    for _ in range(steps):
-        job.step()
-    gradients = [p.grad.numpy() for p in job.model.parameters() if p.grad is not None]
-    buffers = [b.numpy() for b in job.model.buffers()]
-    job.clear_gradients()
-    RecomputePlan.remove(job.model)
-    return gradients + buffers
-
-
 @pytest.mark.parametrize("name", JOBS)
-def test_a_plan_stays_within_its_budget_and_has_the_gradients_of_the_plain_step(name: str) -> None:
-    job, costs = job_of(name), costs_of(name)
-    high, low = (simulate(costs, uniform(costs, one)).peak.bytes for one in ("plain", "whole"))
-    state = {key: value.numpy().copy() for key, value in job.model.state_dict().items()}
-    plain = gradients_of(job, None)
+def test_a_plan_stays_within_its_budget_and_uses_it(name: str) -> None:
+    job = job_of(name)
+    costs = costs_of(name)
+    high = simulate(costs, uniform(costs, "plain")).peak.bytes
+    low = simulate(costs, uniform(costs, "whole")).peak.bytes
     for part in (0.25, 0.6, 0.9):
         budget = int(low + (high - low) * part)
-        found = verified(job, make_plan(costs, budget, signature="", checkpoints=job.checkpoints))
+        first = make_plan(costs, budget, signature="", checkpoints=job.checkpoints)
+        found = verified(job, first)
         assert found.measured_bytes is not None and found.measured_bytes <= budget
         assert found.extra_seconds >= 0
-        job.model.set_state_dict(state)
-        others = gradients_of(job, found)
-        assert plain and len(plain) == len(others)
-        assert all(np.array_equal(one, other) for one, other in zip(plain, others, strict=True))
 
 
 MIXTURES = {
-    "encoder": ("PJJJ", "JJPW"),
-    "lstm": ("WPPW", "PJJW"),
+    # An LSTM keeps a copy of its input instead of it.
+    "lstm": ("PPPW", "PWPW", "WPPW", "WJJP", "PJJW"),
     # The second pass has the addresses of the first.
     "gradient cache": ("PPWW", "WPPW", "PJJW", "JJWP"),
     # The mask stays, as some block keeps it; what each keeps of its input is its own.
@@ -279,19 +279,84 @@ def test_neighbours_with_different_options_are_predicted(name: str) -> None:
         predicted, measured = (one - costs.base for one in peaks(job, costs, choices))
         # Up to 3.2 % too much was seen with the gradient cache: some multiples of 4 KiB, others in
         # each run. Why is not known.
-        most = 2 * ABOVE.get(name, CLOSE)
+        most = (6 if name == "gradient cache" else 3) * CLOSE
         assert -0.5 * CLOSE * measured <= predicted - measured <= most * measured, mixture
 
 
-@pytest.mark.parametrize("whole", [range(4), range(6), [3], [7], [0, 2, 3]])
+def gradients_of(job: Job, found: RecomputePlan | None, steps: int = 2) -> list[Any]:
+    paddle.seed(7)
+    if found is not None:
+        found.apply(job.model)
+    for _ in range(steps):
+        job.step()
+    gradients = [p.grad.numpy() for p in job.model.parameters() if p.grad is not None]
+    buffers = [b.numpy() for b in job.model.buffers()]
+    for parameter in job.model.parameters():
+        parameter.clear_gradient(False)
+    if found is not None:
+        found.remove(job.model)
+    return gradients + buffers
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_gradients_are_those_of_the_plain_step(name: str) -> None:
+    job = job_of(name)
+    costs = costs_of(name)
+    low = simulate(costs, uniform(costs, "whole")).peak.bytes
+    high = simulate(costs, uniform(costs, "plain")).peak.bytes
+    found = make_plan(costs, (low + high) // 2, signature="", checkpoints=job.checkpoints)
+    state = {key: value.numpy().copy() for key, value in job.model.state_dict().items()}
+    plain = gradients_of(job, None)
+    job.model.set_state_dict(state)
+    others = gradients_of(job, found)
+    assert plain and len(plain) == len(others)
+    assert all(np.array_equal(one, other) for one, other in zip(plain, others, strict=True))
+
+
+def test_two_calls_of_one_layer_have_options_of_their_own() -> None:
+    costs = costs_of("two towers")
+    assert [call.name for call in costs.calls[3:5]] == ["encoder.layers.3", "encoder.layers.0#2"]
+
+
+@pytest.mark.parametrize("whole", [range(3), range(4), range(6), range(5, 8), [3], [7], [0, 2, 3]])
 def test_a_call_that_has_begun_holds_its_bytes_while_another_one_runs(whole: Sequence[int]) -> None:
     """The towers' backwards take turns: 7 and 3, 6 and 2, and so on."""
     job = job_of("two towers")
     costs = costs_of("two towers")
-    assert [call.name for call in costs.calls[3:5]] == ["encoder.layers.3", "encoder.layers.0#2"]
     choices = [Choice(n, n, "whole" if n in whole else "plain") for n in range(8)]
     predicted, measured = peaks(job, costs, choices)
-    assert 0 <= predicted - measured <= ABOVE["two towers"] * measured
+    assert 0 <= predicted - measured <= IN_TURNS * measured
+
+
+def test_planning_leaves_no_trace() -> None:
+    job = job_of("u-net")
+    paddle.seed(3)
+    state = {key: value.numpy().copy() for key, value in job.model.state_dict().items()}
+    gc.collect()
+    before = memory.current_bytes()
+    first = paddle.randn([4]).numpy()
+    paddle.seed(3)
+    job.measure()
+    gc.collect()
+    assert np.array_equal(paddle.randn([4]).numpy(), first)
+    assert memory.current_bytes() <= before + EXACT
+    assert all(p.grad is None for p in job.model.parameters())
+    assert all(
+        np.array_equal(value.numpy(), state[key]) for key, value in job.model.state_dict().items()
+    )
+
+
+def test_moments_are_counted_before_they_exist() -> None:
+    job = job_of("encoder")
+    optimizer = paddle.optimizer.AdamW(parameters=job.model.parameters())
+    step = TrainStep(job.model, optimizer, loss_fn=job.loss_fn)
+    found = estimate(job.model, job.batch, job.loss_fn, optimizer=optimizer, keeps_gradients=False)
+    for _ in range(2):
+        step([job.batch])
+    gc.collect()
+    memory.reset_peak()
+    step([job.batch])
+    assert memory.peak_bytes() == pytest.approx(found.peak_bytes, abs=1024)
 
 
 @pytest.mark.parametrize("keeps", [None, False], ids=["the default", "set_to_zero=False"])
@@ -301,7 +366,7 @@ def test_a_loop_of_ones_own_stays_within_the_budget(name: str, keeps: bool | Non
     job = job_of(name)
     model, batch = job.model, job.batch
     optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
-    model.pooler = nn.Linear(64, 64)  # is never called, so it has no gradient
+    model.pooler = paddle.nn.Linear(64, 64)  # is never called, so it has no gradient
     options: dict[str, Any] = {} if keeps is None else {"keeps_gradients": keeps}
     costs = estimate(model, batch, job.loss_fn, optimizer=optimizer, **options).costs
     least, plain = smallest(costs).peak, simulate(costs, uniform(costs, "plain")).peak.bytes
@@ -331,7 +396,7 @@ def test_a_loop_of_ones_own_stays_within_the_budget(name: str, keeps: bool | Non
 
 def test_gradients_that_micro_batches_add_to_are_counted_once() -> None:
     paddle.seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), encoder(), mean())
+    model = paddle.nn.Sequential(paddle.nn.Linear(32, 32), encoder(), Mean())
     optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
     batch = paddle.randn([4, 8, 32])
 
@@ -354,50 +419,65 @@ def test_gradients_that_micro_batches_add_to_are_counted_once() -> None:
         assert measured_peak(job, found) == pytest.approx(found.peak_bytes, abs=1024), option
 
 
-def in_batch() -> nn.Layer:
-    """Blocks in which every row meets every other one."""
+def test_another_batch_is_estimated_from_small_ones() -> None:
+    job = job_of("encoder")
+    found = estimate(job.model, job.batch, job.loss_fn, batch_size=40)
+    large = paddle.randn([40, 16, 32])
+    measured = estimate(job.model, large, job.loss_fn)
+    batch_and_sample = 8 * 16 * 32 * 4  # the sample batch is there as well
+    assert abs(found.peak_bytes - measured.peak_bytes) <= batch_and_sample
 
-    def forward(block: Any, x: paddle.Tensor) -> paddle.Tensor:
-        hidden = block.linear(x)
-        scores = nn.functional.softmax(paddle.matmul(hidden, hidden, transpose_y=True))
+
+class InBatch(paddle.nn.Layer):
+    """A block in which every row meets every other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(16, 16)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        hidden = self.linear(x)
+        scores = paddle.nn.functional.softmax(paddle.matmul(hidden, hidden, transpose_y=True))
         return x + paddle.matmul(scores, hidden)
 
-    return nn.Sequential(*[Whole(forward, linear=nn.Linear(16, 16)) for _ in range(3)])
 
+def test_rows_that_meet_in_a_block_are_estimated_from_small_batches() -> None:
+    model, large = paddle.nn.Sequential(*[InBatch() for _ in range(3)]), paddle.randn([512, 16])
 
-@pytest.mark.parametrize(
-    ("make", "shape", "measured_rows"),
-    [(encoder, [40, 16, 32], 8), (in_batch, [512, 16], 64)],
-    ids=["encoder", "rows that meet"],
-)
-def test_a_larger_batch_is_estimated_from_small_ones(
-    make: Any, shape: list[int], measured_rows: int
-) -> None:
-    model, (rows, *rest) = make(), shape
-    found = estimate(model, paddle.randn([measured_rows, *rest]), squared, batch_size=rows)
-    measured = estimate(model, paddle.randn(shape), squared)
+    found = estimate(model, large[:64], squared, batch_size=512)
+    measured = estimate(model, large, squared)
     assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=CLOSE)
 
 
 @pytest.mark.parametrize("in_cache", [True, False])
 def test_gradients_of_the_loss_stay_as_they_are(in_cache: bool) -> None:
     """Those that a measurement leaves would be part of the first update."""
-    model, loss = (
-        nn.Sequential(encoder(1), mean()),
-        ContrastiveLoss(learnable_temperature=True),
-    )
-    batch = paddle.randn([4, 8, 32]), paddle.randn([4, 8, 32])
-    optimizer = paddle.optimizer.AdamW(parameters=[*model.parameters(), *loss.parameters()])
-    how: dict[str, Any] = {"grad_cache": GradCache(model, loss, chunk_size=2)}
+    model, loss = encoder(1), ContrastiveLoss(learnable_temperature=True)
+    batch = (paddle.randn([4, 8, 32]), paddle.randn([4, 8, 32]))
+
+    def pooled(x: Any) -> Any:
+        return model(x).mean(axis=1)
+
+    class Pooled(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = model
+
+        def forward(self, x: Any) -> Any:
+            return pooled(x)
+
+    whole = Pooled()
+    optimizer = paddle.optimizer.AdamW(parameters=[*whole.parameters(), *loss.parameters()])
+    how: dict[str, Any] = {"grad_cache": GradCache(whole, loss, chunk_size=2)}
     if not in_cache:
         how = {"loss_fn": lambda m, b: loss(m(b[0]), m(b[1])), "optimizer": optimizer}
-    estimate(model, batch, **how)
+    estimate(whole, batch, **how)
     assert all(one.grad is None for one in loss.parameters())
-    loss(model(batch[0]), model(batch[1])).backward()
-    for one in model.parameters():
+    loss(whole(batch[0]), whole(batch[1])).backward()
+    for one in whole.parameters():
         one.clear_gradient(False)
     with pytest.raises(PlanError, match="has a gradient; plan between two steps"):
-        plan(model, batch, memory_budget="1GiB", **how)
+        plan(whole, batch, memory_budget="1GiB", **how)
     assert all(one.grad is not None for one in loss.parameters())
 
 
@@ -416,26 +496,18 @@ def test_a_loss_without_a_backward_is_refused(returned: Any, words: str) -> None
         estimate(model, batch, lambda model, batch: returned(model(batch).mean()))
 
 
-def never(model: Any, batch: Any) -> Any:
-    raise AssertionError("it was called")
-
-
 @pytest.mark.parametrize("given", [0, -2, 1.5, "3", True])
 def test_numbers_that_are_none_are_refused(given: Any) -> None:
-    model, batch = nn.Linear(2, 2), paddle.ones([2, 2])
+    model, batch = paddle.nn.Linear(2, 2), paddle.ones([2, 2])
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(batch).mean()
+
     with pytest.raises(ConfigError, match="batch_size: received"):
-        estimate(model, batch, never, batch_size=given, checkpoints=["*"])
-    with pytest.raises(ConfigError, match="local_batch: "):
-        find_batch_size(model, batch, never, memory_budget=2**30, local_batch=given)
-
-
-@pytest.mark.parametrize("budget", ["8 bananas", None, True, 0, -1, float("nan")])
-def test_what_is_no_number_of_bytes_is_refused_before_anything_is_measured(budget: Any) -> None:
-    model, batch = encoder(), paddle.ones([2, 4, 32])
-    with pytest.raises(ConfigError, match=r"bytes"):
-        plan(model, batch, never, memory_budget=budget)
-    with pytest.raises(ConfigError, match=r"bytes"):
-        find_batch_size(model, batch, never, memory_budget=budget, local_batch=4)
+        estimate(model, batch, loss_fn, batch_size=given, checkpoints=["*"])
+    for budget, rows, name in ((2**30, given, "local_batch"), ("much", 4, "memory_budget")):
+        with pytest.raises(ConfigError, match=f"{name}: "):
+            find_batch_size(model, batch, loss_fn, memory_budget=budget, local_batch=rows)
 
 
 def test_the_largest_micro_batch_is_found_and_verified() -> None:
@@ -453,6 +525,16 @@ def test_the_largest_micro_batch_is_found_and_verified() -> None:
         find_batch_size(job.model, job.batch, job.loss_fn, memory_budget=9, local_batch=4)
 
 
+def test_a_budget_that_is_too_small_is_refused() -> None:
+    job = job_of("encoder")
+    with pytest.raises(PlanError, match=r"the smallest feasible budget is .*Its peak is") as error:
+        planned(job, 1000)
+    number = int(str(error.value).partition("(")[2].partition(" bytes")[0])
+    found = planned(job, number + 4096)
+    assert found.measured_bytes is not None
+    assert "smallest feasible budget" in str(found)
+
+
 def test_a_plan_is_kept_in_a_file(tmp_path: Path) -> None:
     job = job_of("encoder")
     found = planned(job, 2**40)
@@ -463,7 +545,7 @@ def test_a_plan_is_kept_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="not a plan"):
         RecomputePlan.load(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="another model"):
-        again.apply(u_net())
+        again.apply(UNet())
 
 
 @pytest.mark.parametrize(
@@ -472,7 +554,6 @@ def test_a_plan_is_kept_in_a_file(tmp_path: Path) -> None:
         ("wrapped", "is recomputed already"),
         ("a gradient", "has a gradient"),
         ("no loss", "neither of loss_fn"),
-        ("no budget", r"the smallest feasible budget is .*Its peak is"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(what: str, message: str) -> None:
@@ -482,10 +563,7 @@ def test_what_cannot_be_planned_is_refused(what: str, message: str) -> None:
     elif what == "a gradient":
         job.step()
     with pytest.raises((PlanError, ValueError), match=message):
-        planned(
-            replace(job, loss_fn=None) if what == "no loss" else job,
-            1000 if what == "no budget" else 2**40,
-        )
+        planned(replace(job, loss_fn=None) if what == "no loss" else job, 2**40)
 
 
 def test_inputs_off_the_device_are_refused_in_a_plan() -> None:
@@ -500,7 +578,7 @@ def test_inputs_off_the_device_are_refused_in_a_plan() -> None:
 
 def test_auto_is_the_rule_of_elsewhere_and_without_it_sublayers_are_planned() -> None:
     model, batch = (
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
+        paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 2)),
         paddle.ones([2, 4]),
     )
 
@@ -511,26 +589,51 @@ def test_auto_is_the_rule_of_elsewhere_and_without_it_sublayers_are_planned() ->
         assert [call.layer for call in found.costs.calls] == ["0", "1"]
 
 
+@pytest.mark.parametrize("budget", ["8 bananas", None, True, 0, -1, float("nan")])
+def test_what_is_no_number_of_bytes_is_refused_before_anything_is_measured(budget: Any) -> None:
+    def never(model: Any, batch: Any) -> Any:
+        raise AssertionError("it was called")
+
+    with pytest.raises(ConfigError, match=r"bytes"):
+        plan(encoder(), paddle.ones([2, 4, 32]), never, memory_budget=budget)
+
+
+def test_a_layer_with_several_names_is_one_block_that_is_called_again() -> None:
+    block = paddle.nn.Sequential(paddle.nn.Linear(32, 32), paddle.nn.GELU())
+    model = paddle.nn.Sequential(*[paddle.nn.Sequential(block, block) for _ in range(2)])
+    found = plan(model, paddle.ones([64, 32]), lambda m, x: m(x).mean(), memory_budget="1GiB")
+    assert found.memory_budget == 2**30 and found.peak_bytes < 2**30
+
+
 def test_blocks_that_differ_in_their_number_alone_are_measured_once() -> None:
-    costs = costs_of("one mask")
+    costs = job_of("one mask").measure(only_bytes=True)
     # The input of the first one needs no gradient.
     assert [call.kind for call in costs.calls] == [0, 1, 1, 1]
 
 
-def by_its_number(number: int) -> nn.Layer:
+class ByItsNumber(paddle.nn.Layer):
     """Its forward depends on its number, which its structure does not tell."""
-    return Whole(
-        lambda block, x: x + (block.small(x) if block.layer_idx % 2 else block.large(x)),
-        layer_idx=number,
-        small=nn.Linear(32, 32),
-        large=nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)),
-    )
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_idx = number
+        self.small = paddle.nn.Linear(32, 32)
+        self.large = paddle.nn.Sequential(
+            paddle.nn.Linear(32, 256), paddle.nn.GELU(), paddle.nn.Linear(256, 32)
+        )
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x + (self.small(x) if self.layer_idx % 2 else self.large(x))
 
 
 def test_blocks_whose_number_decides_what_they_do_are_measured_apart() -> None:
-    model = nn.Sequential(*[by_its_number(number) for number in range(4)])
-    batch, blocks = paddle.randn([64, 32]), ("0", "1", "2", "3")
-    job = Job(model, batch, lambda m, x: squared(m, x * 1.5), checkpoints=blocks)
+    model = paddle.nn.Sequential(*[ByItsNumber(number) for number in range(4)])
+    job = Job(
+        model,
+        paddle.randn([64, 32]),
+        lambda m, x: m(x * 1.5).square().mean(),
+        checkpoints=("0", "1", "2", "3"),
+    )
     costs = job.measure(only_bytes=True)
     predicted, measured = peaks(job, costs, uniform(costs, "plain"))
     assert abs(measured - predicted) <= EXACT
@@ -538,13 +641,11 @@ def test_blocks_whose_number_decides_what_they_do_are_measured_apart() -> None:
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_graph_over_blocks_that_is_dropped_takes_nothing_of_another_one(is_used: bool) -> None:
-    """What the operators before both forwards saved is needed by the second one's backward; it is
-    counted to the end if it is not.
-    """
+    """What the operators before both forwards saved is needed by the second one's backward."""
     paddle.seed(0)
     model, weight = encoder(), paddle.create_parameter([1], "float32")
 
-    def monitored(m: nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    def monitored(m: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
         h = paddle.tanh(x * weight)
         m(h)
         return m(h if is_used else x).square().mean()
@@ -552,16 +653,46 @@ def test_a_graph_over_blocks_that_is_dropped_takes_nothing_of_another_one(is_use
     job = Job(model, paddle.randn([8, 16, 32]), monitored)
     costs = job.measure(only_bytes=True)
     predicted, measured = peaks(job, costs, uniform(costs, "plain"))
-    assert -CLOSE * measured <= predicted - measured <= 2 * CLOSE * measured
+    assert abs(predicted - measured) <= CLOSE * measured
     assert paddle.is_grad_enabled()
 
 
-class Averaging(nn.Layer):
+@pytest.mark.parametrize("name", ["encoder", "lstm", "u-net"])
+def test_two_independent_counts_of_what_a_block_keeps_agree(name: str) -> None:
+    """The allocator's, and that of the distinct tensors which its operators save."""
+    job = job_of(name)
+    call = job.measure(only_bytes=True).calls[1]
+    block = dict(job.model.named_sublayers())[call.layer]
+    inputs: list[paddle.Tensor] = []
+    hook = block.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    job.step()
+    job.clear_gradients()
+    hook.remove()
+    x = inputs[0].detach()
+    x.stop_gradient = False
+    x = x * 1.0
+    saved: dict[int, int] = {}
+
+    def pack(tensor: paddle.Tensor) -> paddle.Tensor:
+        if tensor._is_initialized():
+            size = int(tensor.size * tensor.element_size())
+            saved[tensor.data_ptr()] = max(size, saved.get(tensor.data_ptr(), 0))
+        return tensor
+
+    with paddle.autograd.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = block(x)
+    there = [x, y, *block.parameters(), *(b for b in block.buffers() if b._is_initialized())]
+    for tensor in there:
+        saved.pop(tensor.data_ptr(), None)
+    assert call.options["plain"].kept == sum(saved.values()) > 0
+
+
+class Averaging(paddle.nn.Layer):
     """Assigns its buffer anew, and stores a loss where there was none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.linear, self.norm = paddle.nn.Linear(8, 8), paddle.nn.LayerNorm(8)
         self.register_buffer("mean", paddle.zeros([8]))
         self.loss: Any = None
         self.seen: Any = ()
@@ -573,89 +704,83 @@ class Averaging(nn.Layer):
         return self.norm(x + paddle.tanh(y) + self.mean)
 
 
-def test_planning_leaves_no_trace() -> None:
-    model, batch = nn.Sequential(*[Averaging() for _ in range(3)]), paddle.randn([4, 8])
-    buffers = [one.mean for one in model]
+def test_a_step_that_is_measured_leaves_buffers_and_attributes_as_they_were() -> None:
+    model = paddle.nn.Sequential(*[Averaging() for _ in range(3)])
+    batch = paddle.randn([4, 8])
 
     def loss_fn(model: Any, batch: Any) -> Any:
-        return squared(model, batch) + sum(one.loss for one in model)
+        return model(batch).square().mean() + sum(one.loss for one in model)
 
-    paddle.seed(3)
-    drawn = paddle.randn([4]).numpy()
-    paddle.seed(3)
+    buffers = [one.mean for one in model]
     gc.collect()
     before = memory.current_bytes()
     plan(model, batch, loss_fn, memory_budget=2**30)
     gc.collect()
     assert memory.current_bytes() == before
-    assert np.array_equal(paddle.randn([4]).numpy(), drawn)
-    assert all(parameter.grad is None for parameter in model.parameters())
     for one, buffer in zip(model, buffers, strict=True):
-        assert one.mean is buffer and not buffer.numpy().any()
-        assert one.loss is None and one.seen == ()
+        assert one.mean is buffer
+        assert not buffer.numpy().any()
+        assert one.loss is None
+        assert one.seen == ()
 
 
-def dropping(drops: bool) -> nn.Layer:
+class Dropping(paddle.nn.Layer):
     """LayerDrop: hands its input on."""
-    return Whole(
-        lambda block, x: x if block.drops else x + block.down(paddle.tanh(block.up(x))),
-        up=nn.Linear(8, 32),
-        down=nn.Linear(32, 8),
-        drops=drops,
-    )
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.drops = paddle.nn.Linear(8, 32), paddle.nn.Linear(32, 8), drops
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x if self.drops else x + self.down(paddle.tanh(self.up(x)))
+
+
+def test_a_block_that_returns_its_input_is_planned() -> None:
+    model = paddle.nn.Sequential(*[Dropping(place % 2 == 0) for place in range(4)])
+    batch = paddle.randn([64, 8])
+    found = estimate(model, batch, squared)
+    least = smallest(found.costs).peak
+    made = plan(model, batch, squared, memory_budget=least)
+    assert made.measured_bytes is not None
+    assert made.measured_bytes <= least < found.peak_bytes
 
 
 class Cache:
     """Keys of all calls so far, by block."""
 
     def __init__(self) -> None:
-        self.keys: dict[int, Any] = {}
+        self.keys: list[Any] = [None] * 3
 
     def update(self, place: int, keys: paddle.Tensor) -> paddle.Tensor:
-        before = self.keys.get(place)
+        before = self.keys[place]
         self.keys[place] = keys if before is None else paddle.concat([before, keys], 1)
         return self.keys[place]
 
 
-def caching(place: int) -> nn.Layer:
-    def forward(block: Any, x: paddle.Tensor, cache: Cache) -> paddle.Tensor:
-        keys = cache.update(place, block.keys(x))
-        scores = nn.functional.softmax(paddle.matmul(x, keys, transpose_y=True))
-        return x + paddle.matmul(scores, keys)
+class Caching(paddle.nn.Layer):
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.keys, self.out, self.place = paddle.nn.Linear(8, 8), paddle.nn.Linear(8, 8), place
 
-    return Whole(forward, keys=nn.Linear(8, 8))
+    def forward(self, x: paddle.Tensor, mask: paddle.Tensor, cache: Cache) -> paddle.Tensor:
+        keys = cache.update(self.place, self.keys(x))
+        scores = paddle.nn.functional.softmax(paddle.matmul(x, keys, transpose_y=True) + mask)
+        return x + self.out(paddle.matmul(scores, keys))
 
 
-def with_a_cache() -> nn.Layer:
-    def forward(model: Any, x: paddle.Tensor) -> paddle.Tensor:
-        cache = Cache()
-        for block in model.blocks:
-            x = block(x, cache)
+class WithCache(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = paddle.nn.LayerList([Caching(place) for place in range(3)])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        cache, mask = Cache(), paddle.zeros([x.shape[1], x.shape[1]])
+        for block in self.blocks:
+            x = block(x, mask, cache)
         return x
 
-    return Whole(forward, blocks=nn.LayerList([caching(place) for place in range(3)]))
 
-
-def with_one_block_often() -> nn.Layer:
-    block = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-    return nn.Sequential(*[nn.Sequential(block, block) for _ in range(2)])
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.Sequential(*[dropping(place % 2 == 0) for place in range(4)]),
-        with_a_cache,
-        with_one_block_often,
-    ],
-    ids=["a block that returns its input", "a cache of keys", "a block with several names"],
-)
-def test_rare_blocks_are_planned(make: Any) -> None:
-    model, batch = make(), paddle.randn([64, 4, 8])
-    found = estimate(model, batch, squared)
-    least = smallest(found.costs).peak
-    # A cache keeps what each forward puts there, and is measured with what was there before.
-    budget = 2**30 if make is with_a_cache else least
-    made = plan(model, batch, squared, memory_budget=budget)
-    assert made.measured_bytes is not None
-    assert made.measured_bytes <= budget and least <= found.peak_bytes
+def test_a_model_with_a_cache_of_keys_is_planned() -> None:
+    model, batch = WithCache(), paddle.randn([4, 16, 8])
+    found = plan(model, batch, squared, memory_budget=2**30)
+    assert {call.layer for call in found.costs.calls} == {f"blocks.{n}" for n in range(3)}

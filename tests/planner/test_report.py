@@ -69,6 +69,14 @@ def test_estimate_tells_what_each_stage_takes_and_makes_a_plan() -> None:
     assert "plan for" not in result.output.split("all blocks")[1]
 
 
+@needs_peaks
+def test_estimate_needs_no_budget() -> None:
+    small = [*SMALL[:2], "model.num_layers=2", "contrastive.chunk_size=16"]
+    result = CliRunner().invoke(main, ["estimate", "--config", CONFIG, *small])
+    assert result.exit_code == 0, result.output
+    assert "as configured: a step takes" in result.output
+
+
 def test_plan_refuses_what_leaves_it_no_choice() -> None:
     spread = ["recompute.offload_parameters=ranks", "recompute.num_shards=3"]
     budget = ["--memory-budget", "80MiB"]
@@ -80,6 +88,7 @@ def test_plan_refuses_what_leaves_it_no_choice() -> None:
     "arguments, message",
     [
         ([], "needs a budget"),
+        (["--memory-budget", "12 bananas"], "no number of bytes"),
         (["--memory-budget", "A100-40G"], "no number of bytes"),
         (["--memory-budget", "8GiB", "--what-if", "hats=3"], "is not known"),
     ],
