@@ -27,12 +27,9 @@ def main() -> None:
         others = [str(one).partition(":")[0] for one in report.findings if one.kind != kind]
         named = "named" if names(report, kind, where) else "**missed**"
         rows.append([title, 1, named, f"`{kind}` at `{where or 'the model'}`", "; ".join(others)])
+    of_ranks = run_ranks(on_rank, 2)
     for title, (kind, where, _) in RANK_FAULTS.items():
-        reports = run_ranks(on_rank, 2, title=title)
-        found = [
-            (kind, where) in [(one["kind"], one["where"]) for one in report["findings"]]
-            for report in reports
-        ]
+        found = [names(reports[title].findings, kind, where) for reports in of_ranks]
         named = "named, on all ranks" if all(found) else "**missed**"
         rows.append([title, 2, named, f"`{kind}` at `{where or 'the model'}`", ""])
     sound: list[list[Any]] = []

@@ -34,7 +34,6 @@ EVERY_ON_26 = {
     _TRAINED + "test_a_resumed_run_repeats_the_bits": 3,
     _TRAINED + "test_a_run_is_resumed_in_the_other_mode": 2,
     "tests/app/encoder/test_own.py::test_it_is_trained_evaluated_and_encodes": 2,
-    "tests/offload/test_named.py::test_the_yaml_alone_turns_it_on": 2,
     "tests/offload/test_sequential.py::test_five_steps_give_the_bits_of_the_plain_chain": 2,
     "tests/examples/test_examples.py::test_train_contrastive_finds_what_it_learned": 2,
 }
@@ -56,10 +55,6 @@ EVERY_ON_DEVICE = {
     _STEP + "train_step.py::test_micro_batches_are_one_batch": 3,
     _STEP + "train_step.py::test_recompute_changes_no_bit_of_five_steps_with_dropout": 2,
 }
-LEFT_OUT_ON_DEVICE = {
-    # The application's; the chain that it makes runs there.
-    "tests/offload/test_named.py::test_the_yaml_alone_turns_it_on",
-}
 
 
 def mark_the_rest(items: list[pytest.Item]) -> None:
@@ -69,7 +64,7 @@ def mark_the_rest(items: list[pytest.Item]) -> None:
     if version("paddlepaddle").startswith("2.6"):
         every, left_out = every | EVERY_ON_26, left_out | LEFT_OUT_ON_26
     if selected.is_selected():
-        every, left_out = every | EVERY_ON_DEVICE, left_out | LEFT_OUT_ON_DEVICE
+        every = every | EVERY_ON_DEVICE
     seen: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]

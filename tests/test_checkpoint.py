@@ -79,29 +79,21 @@ def test_round_trip_continues_to_the_same_bits(tmp_path: Path) -> None:
         np.testing.assert_array_equal(left.numpy(), right.numpy())
 
 
-def test_moments_are_needed_for_that(tmp_path: Path) -> None:
-    """Guards the test above: without its moments AdamW goes elsewhere."""
-    model, optimizer = trained()
-    save(tmp_path, 2, trained=(model, optimizer))
-    other, fresh = trained(steps=0)
-    load(find_checkpoint(tmp_path), other, trained(steps=0)[1])
-    step(model, optimizer)
-    step(other, fresh)
-    assert not np.array_equal(model[0].weight.numpy(), other[0].weight.numpy())
-
-
-def test_newest_by_number_and_the_others_removed(tmp_path: Path) -> None:
-    for number in (9, 10):
-        save(tmp_path, number)
-    assert find_checkpoint(tmp_path).step == 10
-    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
-
-
-def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
+def test_the_newest_stay_by_number_and_what_is_no_checkpoint_stays(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"set train.resume: false"):
+        find_checkpoint(tmp_path / "absent")
+    (tmp_path / ".unfinished-killed").mkdir()
     (tmp_path / "step-notes.txt").write_text("mine")
-    save(tmp_path, 1)
-    assert (tmp_path / "step-notes.txt").exists()
-    assert find_checkpoint(tmp_path).step == 1
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
+    for number in range(7, 12):
+        save(tmp_path, number, keep=3)
+    assert find_checkpoint(tmp_path).step == 11
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {"step-9", "step-10", "step-11", "step-notes.txt"}
+    save(tmp_path, 10, keep=3, note="new")  # 11 is of an earlier run then
+    assert {path.name for path in tmp_path.glob("step-1*")} == {"step-10"}
+    assert find_checkpoint(tmp_path).state["note"] == "new"
 
 
 def test_interrupted_save_leaves_the_one_before(tmp_path: Path) -> None:
@@ -116,39 +108,6 @@ def test_interrupted_save_leaves_the_one_before(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path).step == 1
 
 
-def test_unfinished_folder_is_never_read_and_is_swept(tmp_path: Path) -> None:
-    (tmp_path / ".unfinished-killed").mkdir()
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        find_checkpoint(tmp_path)
-    save(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
-
-
-def test_same_step_again(tmp_path: Path) -> None:
-    save(tmp_path, 1, note="old")
-    save(tmp_path, 1, note="new")
-    assert find_checkpoint(tmp_path).state["note"] == "new"
-
-
-def test_no_checkpoint_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"set train.resume: false"):
-        find_checkpoint(tmp_path / "absent")
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"note": 1}', '{"step": "x"}'])
-def test_damaged_state(tmp_path: Path, text: str) -> None:
-    (save(tmp_path, 1).folder / "state.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"state\.json: is damaged"):
-        find_checkpoint(tmp_path)
-
-
-def test_damaged_moments(tmp_path: Path) -> None:
-    file = save(tmp_path, 1).folder / "optimizer.safetensors"
-    file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: is damaged"):
-        load(find_checkpoint(tmp_path), *trained(steps=0))
-
-
 def test_moments_of_another_model(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     file = checkpoint.folder / "optimizer.safetensors"
@@ -160,19 +119,13 @@ def test_moments_of_another_model(tmp_path: Path) -> None:
 def save_on_two_ranks(folder: Path, number: int) -> None:
     """Both in this process: each comes to its barriers when the other is there."""
     meeting = threading.Barrier(2, timeout=30)
+
+    def save_of(rank: int) -> None:
+        own = {"residuals": {"0.weight": np.full([2], rank, "float32")}}
+        save(folder, number, rank=rank, sync_state=own, barrier=meeting.wait)
+
     with concurrent.futures.ThreadPoolExecutor() as ranks:
-        for saved in [
-            ranks.submit(
-                save,
-                folder,
-                number,
-                rank=rank,
-                sync_state={"residuals": {"0.weight": np.full([2], rank, "float32")}},
-                barrier=meeting.wait,
-            )
-            for rank in range(2)
-        ]:
-            saved.result()
+        list(ranks.map(save_of, range(2)))
 
 
 def test_every_rank_gets_its_own_back(tmp_path: Path) -> None:
@@ -197,24 +150,19 @@ def test_rank_0_waits_for_the_files_of_the_others(tmp_path: Path) -> None:
         if (file := next(barriers)) is not None:
             file.write_bytes(b"of rank 1")
 
-    folder = save(tmp_path, 1, sync_state={"residuals": {}}, barrier=barrier).folder
-    assert (folder / "sync_rank0.safetensors").exists()
-    assert (folder / "sync_rank1.safetensors").read_bytes() == b"of rank 1"
+    checkpoint = save(tmp_path, 1, sync_state={"residuals": {}}, barrier=barrier)
+    own, other = (checkpoint.folder / f"sync_rank{rank}.safetensors" for rank in range(2))
+    assert own.exists() and other.read_bytes() == b"of rank 1"
+    for content in (b"", b"no pickle", None):
+        own.unlink() if content is None else own.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"sync_rank0\.safetensors: cannot be read"):
+            checkpoint.sync_state(0)
 
 
 def test_rank_that_does_not_see_the_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1 does not see .*on a disk that all machines"):
         save(tmp_path / "elsewhere", 1, rank=1, sync_state={"residuals": {}}, barrier=int)
     assert not list(tmp_path.rglob("*.safetensors"))
-
-
-@pytest.mark.parametrize("content", [b"", b"no pickle", None])
-def test_damaged_sync_state(tmp_path: Path, content: bytes | None) -> None:
-    checkpoint = save(tmp_path, 1, sync_state={"residuals": {}})
-    file = checkpoint.folder / "sync_rank0.safetensors"
-    file.unlink() if content is None else file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"sync_rank0\.safetensors: cannot be read"):
-        checkpoint.sync_state(0)
 
 
 def test_files_are_named_by_structure(tmp_path: Path) -> None:
@@ -260,42 +208,25 @@ def test_one_flipped_bit_is_told_and_the_checkpoint_before_is_used(
 
 
 def test_a_missing_file_is_damage_too(tmp_path: Path) -> None:
-    (save(tmp_path, 1).folder / "optimizer.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: is missing, and manifest"):
+    folders = [save(tmp_path, number, keep=3).folder for number in (1, 2, 3)]
+    (folders[2] / "optimizer.safetensors").unlink()
+    (folders[1] / "manifest.json").unlink()
+    (folders[0] / "state.json").write_text("{")
+    told = r"step-3/optimizer\.safetensors: is missing, and manifest.*\(and 2 before it are damaged"
+    with pytest.raises(CheckpointError, match=told):
         find_checkpoint(tmp_path)
-    (save(tmp_path, 2).folder / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"manifest\.json: is damaged"):
-        find_checkpoint(tmp_path)
-
-
-def test_the_newest_of_many_damaged_ones_is_told(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        (save(tmp_path, number, keep=3).folder / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"step-3/state\.json: .*\(and 2 before it are dam"):
-        find_checkpoint(tmp_path)
-
-
-def test_as_many_as_asked_for_stay(tmp_path: Path) -> None:
-    for number in range(1, 6):
-        save(tmp_path, number, keep=3)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-3", "step-4", "step-5"}
-    save(tmp_path, 4, keep=3)  # 5 is of an earlier run then
-    assert {path.name for path in tmp_path.iterdir()} == {"step-3", "step-4"}
 
 
 STATES = {
     "step is infinite": '{"step": Infinity}',
-    "step is 1e999": '{"step": 1e999}',
     "step is negative": '{"step": -1}',
     "step is true": '{"step": true}',
-    "step is a fraction": '{"step": 1.5}',
     "step has 5,000 digits": '{"step": 1' + "0" * 5000 + "}",
     "step is 2**63": '{"step": 9223372036854775808}',
     "nested 100,000 deep": '{"step": 1, "a": ' + "[" * 100_000,
     "not UTF-8": '{"step": 1, "a": "\udc80"}',
-    "null": "null",
     "a list": "[1]",
-    "empty": "",
+    "no step": '{"note": 1}',
 }
 
 
@@ -361,18 +292,6 @@ def test_a_complete_unfinished_folder_is_found_again(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-2", "step-3"}
 
 
-# ------------------------------------------------------------------------------- half a state
-
-
-def test_half_of_the_moments_is_refused(tmp_path: Path) -> None:
-    moments = load_file(save(tmp_path, 1).folder / "optimizer.safetensors")
-    for dropped in ({"0.weight:moment2"}, set(list(moments)[::2])):
-        half = {name: array for name, array in moments.items() if name not in dropped}
-        parameters = dict(trained()[0].named_parameters())
-        with pytest.raises(CheckpointError, match="the optimizer state lacks"):
-            set_state_of(trained(steps=0)[1], parameters, half)
-
-
 def test_a_moment_of_another_shape_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained()
     parameters = dict(model.named_parameters())
@@ -380,9 +299,6 @@ def test_a_moment_of_another_shape_is_refused(tmp_path: Path) -> None:
     state["0.weight:moment1"] = np.zeros([4, 5], "float32")
     with pytest.raises(CheckpointError, match=r"0\.weight:moment1 of the shape \[4, 5\]"):
         set_state_of(trained(steps=0)[1], parameters, state)
-
-
-# --------------------------------------------------------------------- those of earlier versions
 
 
 def test_a_checkpoint_of_before_0_1_0_is_refused_with_what_to_do(tmp_path: Path) -> None:

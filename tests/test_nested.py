@@ -15,21 +15,20 @@ from paddle_recompute import _nested
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
 
-class Sizes(tuple):
-    """A tuple of a type of its own, such as ``torch.Size``."""
-
-
 class Items(list):
     """A list of a type of its own, with an attribute."""
 
     note = ""
 
 
+class Sizes(tuple):
+    """A tuple of a type of its own, such as ``torch.Size``."""
+
+
 @dataclasses.dataclass
 class Batch:
     x: Any
     mask: Any = None
-    name: str = "batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +52,15 @@ def doubled(value: Any) -> Any:
     return _nested.map_tensors(lambda tensor: tensor * 2, value)
 
 
+def plain(value: Any) -> list[tuple[str, Any]]:
+    """Path and value of each leaf."""
+    leaves = _nested.named_leaves(value)
+    return [(name, one.tolist() if _nested.is_tensor(one) else one) for name, one in leaves]
+
+
 @pytest.mark.parametrize(
     "value",
-    [None, 3, 2.5, "text", b"bytes", True, np.ones(2), {1, 2}, range(3), len, Batch, object()],
+    [None, 3, "text", np.ones(2), {1, 2}, range(3), len, Batch, paddle.Tensor, object()],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_container_is_passed_on_as_it_is(value: Any) -> None:
@@ -63,14 +68,10 @@ def test_what_is_no_container_is_passed_on_as_it_is(value: Any) -> None:
     assert doubled([value])[0] is value
 
 
-def test_a_lone_tensor() -> None:
-    assert doubled(t(1)).tolist() == [2, 2]
-    assert next(iter(_nested.tensors_in(t(1)))).tolist() == [1, 1]
-
-
 @pytest.mark.parametrize(
     "make",
     [
+        lambda a: a,
         lambda a: (a, 1),
         lambda a: [a, None],
         lambda a: {"a": a, 2: "two"},
@@ -84,24 +85,15 @@ def test_a_lone_tensor() -> None:
         lambda a: Frozen(1, (a, {"deep": [a]})),
         lambda a: Slots(a, 5),
         lambda a: ([{"x": (a,)}], Batch([a], {"m": a})),
-        lambda a: (),
-        lambda a: [],
-        lambda a: {},
+        lambda a: ((), [], {}),
     ],
 )
 def test_containers_keep_type_order_and_everything_else(make: Any) -> None:
-    value, expected = make(t(1)), make(t(2))
+    value = make(t(1))
     found = doubled(value)
     assert type(found) is type(value)
-    names = [name for name, _ in _nested.named_leaves(value)]
-    assert [name for name, _ in _nested.named_leaves(found)] == names
-    for (_, one), (_, other) in zip(
-        _nested.named_leaves(found), _nested.named_leaves(expected), strict=True
-    ):
-        if _nested.is_tensor(one):
-            assert one.tolist() == other.tolist()
-        else:
-            assert one == other
+    assert plain(found) == plain(make(t(2)))
+    assert plain(value) == plain(make(t(1)))  # the original does not change
 
 
 def test_the_result_does_not_change_with_the_original() -> None:
@@ -111,50 +103,30 @@ def test_the_result_does_not_change_with_the_original() -> None:
     table["b"] = t(9)
     batch.mask = t(9)
     batch.x.append(t(9))
-    assert [name for name, _ in _nested.named_leaves(found)] == [
-        "[0][0]", "[1]['a']", "[2].x[0]", "[2].mask", "[2].name",
-    ]  # fmt: skip
+    assert [name for name, _ in plain(found)] == ["[0][0]", "[1]['a']", "[2].x[0]", "[2].mask"]
     assert found[2].mask is None
-
-
-def test_the_original_does_not_change() -> None:
-    value = ([t(1)], {"a": t(1)}, Batch(t(1)), collections.UserDict(a=t(1)))
-    doubled(value)
-    assert [tensor.tolist() for tensor in _nested.tensors_in(value)] == [[1, 1]] * 4
 
 
 def test_subclasses_keep_their_attributes() -> None:
     items = Items([t(1)])
     items.note = "kept"
-    default = collections.defaultdict(list, k=t(1))
-    found_items, found_default = doubled([items, default])
+    found_items, found_default = doubled([items, collections.defaultdict(list, k=t(1))])
     assert found_items.note == "kept"
     assert found_default["missing"] == []
 
 
 def test_names_are_those_that_one_would_write() -> None:
-    value = [(t(1), {"mask": t(2), 3: Batch(t(3), name="b")}), Pair(t(4), t(5))]
+    value = [(t(1), {"mask": t(2), 3: Batch(t(3))}), Pair(t(4), t(5))]
     assert [name for name, _ in _nested.named_leaves(value, "args")] == [
-        "args[0][0]",
-        "args[0][1]['mask']",
-        "args[0][1][3].x",
-        "args[0][1][3].mask",
-        "args[0][1][3].name",
-        "args[1][0]",
-        "args[1][1]",
+        *("args[0][0]", "args[0][1]['mask']", "args[0][1][3].x", "args[0][1][3].mask"),
+        *("args[1][0]", "args[1][1]"),
     ]
 
 
 def test_tensors_come_in_the_order_of_map_tensors_with_repeats() -> None:
-    a, b = t(1), t(2)
-    value = {"z": [a, b], "a": (a, Batch(b, a))}
+    a, b = t(1), paddle.nn.Linear(2, 2).weight
     mapped: list[int] = []
+    value = {"z": [a, b], "a": (a, Batch(b, a))}
     _nested.map_tensors(lambda tensor: mapped.append(id(tensor)), value)
     assert mapped == [id(tensor) for tensor in _nested.tensors_in(value)]
     assert mapped == [id(a), id(b), id(a), id(b), id(a)]
-
-
-def test_parameters_are_tensors_and_classes_are_not() -> None:
-    assert _nested.is_tensor(paddle.nn.Linear(2, 2).weight)
-    assert not _nested.is_tensor(paddle.Tensor)
-    assert not _nested.is_tensor(np.ones(2))

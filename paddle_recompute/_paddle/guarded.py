@@ -122,8 +122,9 @@ def guard_methods_and_operators(call: Call, gradient: tuple[property, Callable[.
     Paddle (2.6, 3.x) has no callback before an operator, so two things are done, once. `Guarded`
     gets a method of its own for each method of a tensor. The C functions that take tensors are
     wrapped, wherever a module of Paddle has a reference to them: the operators (``_C_ops``,
-    ``_legacy_C_ops``), and those methods of a tensor that take another one. Callers see no change,
-    but 0.1 to 0.7 us for each operator. Can go when a tensor can be made to refuse its operators.
+    ``_legacy_C_ops``), that of ``paddle.grad``, and those methods of a tensor that take another
+    one. Callers see no change, but 0.1 to 0.7 us for each operator. Can go when a tensor can be
+    made to refuse its operators.
 
     Args:
         call: What is called instead.
@@ -145,6 +146,10 @@ def guard_methods_and_operators(call: Call, gradient: tuple[property, Callable[.
     Guarded.gradient = lambda self: None if self.grad is None else self.grad.numpy()
     _call.append(call)
     _wrap_operators()
+    # numpy for who calls it without binding it; the other one is that of vector_to_parameters
+    for name in ("numpy", "_share_underline_tensor_to"):
+        setattr(paddle.Tensor, name, _operator(name, getattr(paddle.Tensor, name)))
+    core.eager.run_partial_grad = _operator("paddle.grad", core.eager.run_partial_grad)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ _DEEPEST = 8
 _TABLE = "StructuredToParameterName@@"  # Paddle's own names, beside the structured ones
 _SLICED = "UnpackBigParamInfor@@"
 # What the unpickler raises on bytes that are no pickle of arrays. Seen on 20,000 files with changed
-# bytes (tests/weights/test_pdparams.py).
+# bytes (tests/fuzz/test_readers.py).
 _DAMAGED = (
     ArithmeticError,
     AttributeError,

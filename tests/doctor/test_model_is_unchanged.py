@@ -41,7 +41,7 @@ class NotATensor(Exception):
     """A class of the model's own."""
 
 
-@pytest.mark.parametrize("kind", [ZeroDivisionError, NotATensor, StopIteration])
+@pytest.mark.parametrize("kind", [NotATensor, StopIteration])
 def test_a_model_that_raises_is_put_back(kind: type[Exception]) -> None:
     model, x = paddle.nn.BatchNorm1D(4), paddle.randn([8, 4])
     before = model._mean.numpy().copy()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib.metadata import version
 
 _NO_ROWS = "where Paddle runs an operator on the CPU instead, a result of no rows stays there"
-_NO_COLUMNS = "Paddle 3.3 copies an empty view of a device's tensor without end (phi::Copy)"
 _ON_A_CPU = "what it says is about the CPU"
 _UNSEEN = "the host cannot know when a collective on a stream begins"
 _OWN = "a collective of the user's own, which a device waits for inside its driver"
@@ -25,7 +24,6 @@ _ON_BOTH = {
     "test_a_compiled_batch_norm_has_the_bits_of_eager_execution": (
         "a Program's batch_norm leaves the running statistics there; comparing it refuses it"
     ),
-    "tests/contrastive/test_grad_cache_replay.py::test_an_output_without_columns": _NO_COLUMNS,
     "tests/contrastive/test_gather.py::"
     "test_rows_come_in_the_order_of_ranks_and_gradients_are_the_sum_over_them": _NO_ROWS,
     "tests/grad_sync/test_gradient_sync.py::test_on_two_ranks[the_timeline]": _UNSEEN,

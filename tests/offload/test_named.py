@@ -1,4 +1,4 @@
-"""Named sublayers of any model, off the device: YAML alone turns it on."""
+"""Named sublayers of any model, off the device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import pytest
 
 from paddle_recompute import TrainStep
 from paddle_recompute._paddle.travelling import has_memory
-from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.errors import ConfigError, OffloadError, SelectionError
-from paddle_recompute.offload import offload_layers, offloaded_optimizer
+from paddle_recompute.offload import offload_layers, offloaded_optimizer, resident
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import recompute_wrapper
-from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
+from tests.app.trainer.test_trainer import tiny
 from tests.offload.chains import BATCH, LENGTH, VOCABULARY, WIDTH, adamw, assert_same_bits
 
 
@@ -78,29 +77,6 @@ def test_five_steps_give_the_bits_of_the_plain_model(changes: dict[str, Any]) ->
     assert_same_bits(expected, actual)
 
 
-@pytest.mark.parametrize("chunk", [None, 30], ids=["whole batch", "gradient cache"])
-def test_the_yaml_alone_turns_it_on(tmp_path: Path, chunk: int | None) -> None:
-    """A run of 4 steps that is resumed to 6: metrics and weights are those of the plain run."""
-    write_pairs(tmp_path / "pairs.tsv")
-    common = {
-        "train__decay": "constant",
-        "train__save_every": 2,
-        "contrastive__chunk_tokens": chunk,
-    }
-    Trainer(
-        tiny(tmp_path, train__max_steps=6, train__output_dir=str(tmp_path / "plain"), **common)
-    ).run()
-    offloaded = {
-        **common,
-        "train__resume": "auto",
-        "recompute__offload_parameters": "disk",
-        "recompute__num_shards": 2,
-    }
-    Trainer(tiny(tmp_path, train__max_steps=4, **offloaded)).run()
-    Trainer(tiny(tmp_path, train__max_steps=6, **offloaded)).run()
-    assert_same_run(tmp_path / "plain", tmp_path / "run")
-
-
 def test_the_report_names_the_shards() -> None:
     report = offload_layers(Tagger(), section(num_shards=3))
     assert [len(shard) for shard in report.shards] == [2, 1, 1]
@@ -119,6 +95,12 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     offload_layers(model, section())
     with pytest.raises(OffloadError, match="unwrapped"):
         model.encoder.layers[0].unwrap()
+    weight = model.encoder.layers[0].linear1.weight
+    with pytest.raises(OffloadError, match=r"resident\(model\)"):
+        weight.sum()
+    with resident(model):
+        weight.sum().backward()
+        assert np.array_equal(weight.grad.numpy(), np.ones(weight.shape))
 
 
 @pytest.mark.parametrize(
@@ -130,13 +112,10 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(
-    changes: dict[str, Any], message: str
+    changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
         section(**changes)
-
-
-def test_a_program_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a Program owns its parameters"):
         tiny(tmp_path, mode="static", recompute__offload_parameters="disk")
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,6 +150,21 @@ def _evaluated_before_the_update(offload: str) -> Any:
     return {name: value.numpy() for name, value in model.state_dict().items()}, seen
 
 
+def _read_and_written(offload: str) -> Any:
+    """All ranks do it together."""
+    model = chain(offload)
+    weights = [layer.linear1.weight for layer in list(model)[1:4]]
+    before = weights[0].numpy()
+    with paddle.no_grad():
+        weights[0].set_value(paddle.ones(weights[0].shape))
+        weights[1].set_value(weights[1].numpy() * 0.5)
+        model.state_dict()["3.linear1.weight"].set_value(paddle.zeros(weights[2].shape))
+    model.set_state_dict({"1.linear2.bias": paddle.full([WIDTH], 3.0)})
+    model.eval()
+    found = [before, model(batch(0, 0)[0]).numpy(), *(p.numpy() for p in model.parameters())]
+    return {str(number): one for number, one in enumerate(found)}, []
+
+
 LATE = {"often": [1, 1, 2, 1, 3]}
 OF_THE_CHAIN = (
     {"prefetch": 0},
@@ -172,6 +184,7 @@ SAME: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
     "gradient cache": (_cached, "plain", {"rows": [6, 6, 6]}, {}),
     "what comes late": (_called_often, "host", LATE, {}),
     "frozen, shared, evaluated": (_frozen_and_shared, "plain", {}, {}),
+    "read and written": (_read_and_written, "plain", {}, {}),
     "evaluated before the update": (_evaluated_before_the_update, "plain", {}, {}),
 }
 """What runs, the chain that has the same bits, the arguments of both, and those of ``"ranks"``."""
@@ -291,28 +304,6 @@ def test_the_bits_do_not_depend_on_whether_slices_are_views(
     assert_same_runs(plain, ranks)
 
 
-def _read_and_written(offload: str) -> list[np.ndarray]:
-    model = chain(offload)
-    weights = [layer.linear1.weight for layer in list(model)[1:4]]
-    with paddle.no_grad():
-        found = [weights[0].numpy()]
-        weights[0].set_value(paddle.ones(weights[0].shape))
-        weights[1].set_value(weights[1].numpy() * 0.5)
-        model.state_dict()["3.linear1.weight"].set_value(paddle.zeros(weights[2].shape))
-    model.set_state_dict({"1.linear2.bias": paddle.full([WIDTH], 3.0)})
-    found += [one.numpy() for one in model.parameters()]
-    model.eval()
-    tokens, _ = batch(0, 0)
-    return [*found, model(tokens).numpy()]
-
-
-def test_all_ranks_read_and_write_parameters_together() -> None:
-    expected = run_ranks(_read_and_written, 2, offload="plain")
-    actual = run_ranks(_read_and_written, 2, offload="ranks")
-    for one, other in zip(expected, actual, strict=True):
-        assert all(map(np.array_equal, one, other))
-
-
 def _what_is_where() -> Any:
     model = chain("ranks")
     counts: list[int] = []
@@ -365,41 +356,6 @@ def test_the_bytes_of_a_rank_follow_the_formula(ranks: str, request: pytest.Fixt
     for held, peak in (one["bytes"] for one in found):
         assert held <= 1.02 * 3 * own
         assert peak is None or peak <= 1.02 * (4 * own + 2 * shard)
-
-
-def _killed_in_a_gather() -> None:
-    """Rank 1 is killed in the second broadcast of a parameter of step 3."""
-    model = chain("ranks")
-    step = TrainStep(model, optimizer_of(model), loss_fn=cross_entropy)
-    for number in range(2):
-        step([batch(number, 0)])
-    from paddle_recompute.offload import _ranks
-
-    sound, calls = dist.broadcast, []
-
-    def broadcast(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 2 and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return sound(*args, **kwargs)
-
-    patched: Any = functools.partial(_Patched, dist)()
-    patched.broadcast = broadcast
-    _ranks.dist = patched
-    step([batch(2, 0)])
-
-
-class _Patched:
-    def __init__(self, module: Any) -> None:
-        self.__dict__.update(vars(module))
-
-
-def test_a_rank_that_is_killed_in_a_gather_is_named() -> None:
-    with MortalRanks(_killed_in_a_gather) as ranks:
-        code, output = ranks.end_of(1, within=60)
-        assert code == -signal.SIGKILL, output
-        code, output = ranks.end_of(0, within=60)
-        assert code != 0 and "rank 1 " in output and "PeerError" in output, output
 
 
 def _refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import paddle
 import pytest
 
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.weights import load_weights, read_pdparams, save_weights
+from paddle_recompute.weights import load_weights, read_pdparams
 
 
 class Calls:
@@ -37,17 +36,12 @@ def written(path: Path, content: Any, protocol: int = 4) -> Path:
 def files_that_run_code(folder: Path) -> dict[str, tuple[bytes, str]]:
     """Files that make the file ``ran`` where they are loaded: name -> (bytes, what is named)."""
     ran = folder / "ran"
-    shell, makes = f"touch {ran}", f"open({str(ran)!r}, 'w').close()"
+    shell = f"touch {ran}"
     array = np.zeros(2, "float32")
     whole = {"weight": array, "bias": Calls(os.system, shell)}
-    found = {
+    return {
         "os.system": (pickle.dumps(Calls(os.system, shell), 4), "posix.system"),
-        "inside a dict of arrays": (pickle.dumps(whole, 4), "posix.system"),
-        "protocol 0": (pickle.dumps(whole, 0), "posix.system"),
-        "protocol 2": (pickle.dumps(whole, 2), "posix.system"),
-        "protocol 5": (pickle.dumps(whole, 5), "posix.system"),
-        "eval": (pickle.dumps(Calls(eval, makes), 4), "builtins.eval"),
-        "exec": (pickle.dumps(Calls(exec, makes), 4), "builtins.exec"),
+        "protocol 0, beside an array": (pickle.dumps(whole, 0), "posix.system"),
         "getattr": (pickle.dumps(Calls(getattr, array, "tofile"), 4), "builtins.getattr"),
         "a class of our own": (
             b"cpaddle_recompute.app.launch\nlaunch\n(tR.",
@@ -63,12 +57,14 @@ def files_that_run_code(folder: Path) -> dict[str, tuple[bytes, str]]:
         "a call of ndarray": (b"cnumpy\nndarray\n(I9999999999\ntR.", ""),
         "an array of objects": (pickle.dumps({"a": np.array([object()])}, 4), ""),
     }
-    return found
 
 
 @pytest.mark.parametrize("name", files_that_run_code(Path("/nowhere")))
 def test_a_file_that_would_run_code_is_refused_by_name(tmp_path: Path, name: str) -> None:
     content, named = files_that_run_code(tmp_path)[name]
+    if name == "os.system":  # it does make the file where it is loaded
+        pickle.loads(content)
+        (tmp_path / "ran").unlink()
     file = tmp_path / "model.pdparams"
     file.write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
@@ -80,21 +76,20 @@ def test_a_file_that_would_run_code_is_refused_by_name(tmp_path: Path, name: str
         assert "nothing of it was run" in str(caught.value)
 
 
-def test_those_files_do_run_code(tmp_path: Path) -> None:
-    """Guards the test above."""
-    pickle.loads(files_that_run_code(tmp_path)["os.system"][0])
-    assert (tmp_path / "ran").exists()
-
-
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 def test_what_paddle_writes_is_read(tmp_path: Path, protocol: int) -> None:
     model = paddle.nn.Sequential(paddle.nn.Linear(3, 5), paddle.nn.BatchNorm1D(5))
+    other = paddle.nn.Sequential(paddle.nn.Linear(3, 5), paddle.nn.BatchNorm1D(5))
     file = tmp_path / "model.pdparams"
     paddle.save(model.state_dict(), str(file), protocol=protocol)
-    other = paddle.nn.Sequential(paddle.nn.Linear(3, 5), paddle.nn.BatchNorm1D(5))
     load_weights(other, file)
     for name, tensor in model.state_dict().items():
         np.testing.assert_array_equal(tensor.numpy(), other.state_dict()[name].numpy())
+    content = {"n": 3, "of": {"a": paddle.ones([2]), "list": [1.5, "x", None, True]}}
+    paddle.save(content, str(file), protocol=protocol)
+    found = read_pdparams(file)
+    np.testing.assert_array_equal(found["of"].pop("a"), np.ones(2, "float32"))
+    assert found == {"n": 3, "of": {"list": [1.5, "x", None, True]}}
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -112,14 +107,6 @@ def test_what_numpy_writes_is_read(tmp_path: Path, protocol: int) -> None:
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
         assert found[name].dtype == array.dtype.newbyteorder("="), name
-
-
-def test_nested_values_are_read(tmp_path: Path) -> None:
-    content = {"n": 3, "of": {"a": paddle.ones([2]), "list": [1.5, "x", None, True]}}
-    paddle.save(content, str(tmp_path / "a.pdparams"))
-    found = read_pdparams(tmp_path / "a.pdparams")
-    np.testing.assert_array_equal(found["of"].pop("a"), np.ones(2, "float32"))
-    assert found == {"n": 3, "of": {"list": [1.5, "x", None, True]}}
 
 
 @pytest.mark.parametrize(
@@ -146,19 +133,3 @@ def test_bombs_are_refused_at_once(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"bomb\.pdparams: "):
         load_weights(paddle.nn.Linear(2, 2), file)
     assert time.process_time() - began < 1
-
-
-def test_changed_bytes_end_in_our_error_or_in_arrays(tmp_path: Path) -> None:
-    file = tmp_path / "model.pdparams"
-    save_weights(paddle.nn.Linear(3, 2), file)
-    whole = file.read_bytes()
-    chance = random.Random(0)
-    for _ in range(int(os.environ.get("FUZZ_FILES", "500"))):
-        content = bytearray(whole)
-        for _ in range(chance.choice([1, 1, 2, 8])):
-            content[chance.randrange(len(content))] = chance.randrange(256)
-        file.write_bytes(content)
-        try:
-            read_pdparams(file)
-        except CheckpointError as error:
-            assert "\n" not in str(error)

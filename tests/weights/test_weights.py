@@ -16,7 +16,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.weights import _pdparams, load_weights, save_weights
+from paddle_recompute.weights import load_weights, save_weights
 from paddle_recompute.weights import weights as weights_module
 
 Array = NDArray[Any]
@@ -52,32 +52,19 @@ def bits(model: paddle.nn.Layer) -> dict[str, tuple[str, tuple[int, ...], bytes]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_weights_come_back_bit_by_bit(file: Path, dtype: str) -> None:
-    saved, loaded = Small(1), Small(2)
-    saved.to(dtype=dtype)
-    loaded.to(dtype=dtype)
+    saved, loaded, narrow = Small(1), Small(2), Small(2)
+    rare = [np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.4e38, 0.1, -1.0]
+    saved.second.weight.set_value(np.array(rare, np.float32).reshape(4, 2))
+    for one, kind in ((saved, dtype), (loaded, dtype), (narrow, "bfloat16")):
+        one.to(dtype=kind)
     assert bits(saved) != bits(loaded)
     save_weights(saved, file)
     load_weights(loaded, str(file))
     assert len(bits(loaded)) == 6
     assert bits(loaded) == bits(saved)
-
-
-def test_numbers_that_are_rare_come_back_too(file: Path) -> None:
-    saved, loaded = Small(1), Small(2)
-    rare = [np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.4e38, 0.1, -1.0]
-    saved.second.weight.set_value(np.array(rare, np.float32).reshape(4, 2))
-    save_weights(saved, file)
-    load_weights(loaded, file)
-    assert bits(loaded) == bits(saved)
-
-
-def test_weights_take_the_type_of_the_model(file: Path) -> None:
-    saved, loaded = Small(1), Small(2)
-    loaded.to(dtype="bfloat16")
-    save_weights(saved, file)
-    load_weights(loaded, file)
+    load_weights(narrow, file)  # in the type of the model
     saved.to(dtype="bfloat16")
-    assert bits(loaded) == bits(saved)
+    assert bits(narrow) == bits(saved)
 
 
 def test_paddle_reads_our_pdparams_and_we_read_paddles(tmp_path: Path) -> None:
@@ -144,10 +131,9 @@ def test_every_fault_is_named_and_nothing_is_loaded(file: Path) -> None:
     save_weights(saved, file)
     model = Small(2)
     before = bits(model)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match="does not fit the model") as caught:
         load_weights(model, file)
     message = str(caught.value)
-    assert message.startswith(f"{file}: does not fit the model; missing: scale;")
     for part in (
         "missing: scale;",
         "unexpected: third",
@@ -158,26 +144,10 @@ def test_every_fault_is_named_and_nothing_is_loaded(file: Path) -> None:
         "Build the model with the dimensions that the file was saved with",
     ):
         assert part in message
-    for fits in ("second.bias", "third.weight [", "scale ["):
-        assert fits not in message
     assert bits(model) == before
-
-
-def test_where_only_names_differ_no_dimensions_are_to_be_changed(tmp_path: Path) -> None:
-    model, other = Small(1), Small(2)
-    other.third = other.second
-    del other.second
-    save_weights(other, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"missing: second.*The names differ") as caught:
-        load_weights(model, tmp_path / "model.safetensors")
-    assert "dimensions" not in str(caught.value)
-
-
-def test_long_lists_are_cut(tmp_path: Path) -> None:
-    save_weights(paddle.nn.Linear(2, 2), tmp_path / "model.pdparams")
     many = paddle.nn.LayerList([paddle.nn.Linear(2, 2) for _ in range(6)])
-    with pytest.raises(CheckpointError, match=r"missing: 0\.weight, .*2\.weight and 7 more; unexp"):
-        load_weights(many, tmp_path / "model.pdparams")
+    with pytest.raises(CheckpointError, match=r"2\.weight and 7 more; unexp.*The names differ"):
+        load_weights(many, file)
 
 
 def damaged_versions(content: bytes) -> dict[str, bytes]:
@@ -212,33 +182,6 @@ def test_a_damaged_file_is_refused(file: Path) -> None:
         assert bits(model) == before, name
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        AttributeError("no attribute 'x'"),
-        IndexError("list index out of range"),
-        KeyError("x"),
-        MemoryError(),
-        OverflowError("too large"),
-        TypeError("'NoneType' object is not callable"),
-        ValueError("cannot parse\nand more lines"),
-    ],
-    ids=repr,
-)
-def test_whatever_a_damaged_pickle_raises_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def damaged(*_: object, **__: object) -> None:
-        raise error
-
-    save_weights(Small(1), tmp_path / "model.pdparams")
-    monkeypatch.setattr(_pdparams, "_finished", damaged)
-    with pytest.raises(
-        CheckpointError, match=r"is damaged, or is not a \.pdparams file \([^\n]+\)$"
-    ):
-        load_weights(Small(1), tmp_path / "model.pdparams")
-
-
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "other.pdparams"
     for content in ([1, 2, 3], {"weight": {"nested": 1}}, {"weight": "text"}):
@@ -247,26 +190,23 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
             load_weights(Small(1), file)
 
 
-def test_types_that_no_layer_has_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "m.safetensors", {"weight": ("U16", [1], b"\x01\x00")})
-    with pytest.raises(CheckpointError, match=r"types that Paddle's layers do not have: weight \("):
-        load_weights(paddle.nn.Linear(1, 1), tmp_path / "m.safetensors")
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"none\.pdparams: there is no such file"):
-        load_weights(Small(1), tmp_path / "none.pdparams")
     (tmp_path / "folder.safetensors").mkdir()
-    with pytest.raises(CheckpointError, match="this folder holds none of"):
-        load_weights(Small(1), tmp_path / "folder.safetensors")
-
-
-@pytest.mark.parametrize("name", ["model.pt", "model", "model.PDPARAMS"])
-def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
-    for action in (save_weights, load_weights):
-        with pytest.raises(CheckpointError, match=r"allowed are \.pdparams and \.safetensors"):
-            action(Small(1), tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
+    for name, told in (
+        ("m.safetensors", r"types that Paddle's layers do not have: weight \("),
+        ("none.pdparams", r"none\.pdparams: there is no such file"),
+        ("folder.safetensors", "this folder holds none of"),
+        ("model.pt", r"allowed are \.pdparams and \.safetensors"),
+        ("model.PDPARAMS", r"allowed are \.pdparams and \.safetensors"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            load_weights(paddle.nn.Linear(1, 1), tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"allowed are \.pdparams and \.safetensors"):
+        save_weights(Small(1), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_weights(Small(1), tmp_path / "m.safetensors" / "model.pdparams")
 
 
 def test_a_write_that_fails_leaves_what_was_there(
@@ -288,15 +228,6 @@ def test_a_write_that_fails_leaves_what_was_there(
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_who_reads_the_old_file_is_not_disturbed(file: Path) -> None:
-    save_weights(Small(1), file)
-    before = file.read_bytes()
-    with file.open("rb") as reader:
-        save_weights(Small(2), file)
-        assert reader.read() == before
-    assert file.read_bytes() != before
-
-
 def test_a_new_file_lies_in_a_new_folder_and_others_may_read_it(file: Path) -> None:
     plain = file.parent / "plain"
     plain.touch()
@@ -305,9 +236,3 @@ def test_a_new_file_lies_in_a_new_folder_and_others_may_read_it(file: Path) -> N
     expected = stat.S_IMODE(plain.stat().st_mode)
     assert stat.S_IMODE(file.stat().st_mode) == expected
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        save_weights(Small(1), tmp_path / "file" / "model.pdparams")
