@@ -64,6 +64,13 @@ class Page:
     def tables(self) -> list[list[dict[str, str]]]:
         return tables_of(self.prose)
 
+    def record(self, name: str) -> str:
+        """The text of the benchmark record of that name to which the page links."""
+        (link,) = {
+            link for link in self.links if re.search(rf"results/{name}_2\w+\S*331\S*\.md$", link)
+        }
+        return (self.file.parent / link).read_text(encoding="utf-8")
+
 
 def tables_of(text: str) -> list[list[dict[str, str]]]:
     """Every table, a dict per row."""
