@@ -63,7 +63,7 @@ def watch_hooks() -> None:
         key = id(tensor)
 
         def unless_muted(gradient: Any) -> Any:
-            return None if key in getattr(_muted, "keys", ()) else hook(gradient)
+            return getattr(_muted, "instead", {}).get(key, hook)(gradient)
 
         leaf = _hooked_leaf(tensor)
         leaf.number, leaf.has_hooks = leaf.number + 1, True
@@ -99,14 +99,18 @@ def leaves_with_hooks() -> list[paddle.Tensor]:
 
 
 @contextlib.contextmanager
-def muted_leaf_hooks(tensors: list[paddle.Tensor]) -> Iterator[None]:
-    """Inside, in this thread, no hook of `tensors` runs: gradients are added up as they are."""
-    before: frozenset[int] = getattr(_muted, "keys", frozenset())
-    _muted.keys = before | {id(tensor) for tensor in tensors}
+def muted_leaf_hooks(
+    tensors: list[paddle.Tensor], instead: Callable[[Any], Any] = lambda gradient: None
+) -> Iterator[None]:
+    """Inside, in this thread, `instead` runs for each hook of `tensors`; by default gradients are
+    added up as they are.
+    """
+    before: dict[int, Callable[[Any], Any]] = getattr(_muted, "instead", {})
+    _muted.instead = before | {id(tensor): instead for tensor in tensors}
     try:
         yield
     finally:
-        _muted.keys = before
+        _muted.instead = before
 
 
 def begin_passing_hooks() -> Hooks | None:

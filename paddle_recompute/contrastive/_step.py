@@ -17,6 +17,8 @@ import paddle
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.backward import current_backward
 from paddle_recompute._paddle.gradients import leaves_with_hooks, muted_leaf_hooks
+from paddle_recompute._paddle.guarded import is_guarded
+from paddle_recompute.errors import OffloadError
 
 AtEnd = dict[int, Callable[[], None]]
 """The callbacks of `at_end_of_step`, by key."""
@@ -30,9 +32,11 @@ def one_step() -> Iterator[Callable[[], None]]:
 
     The call passes each leaf with hooks the sum of its gradients, which adds it to ``.grad``.
     """
-    before = [(leaf, _take_gradient(leaf)) for leaf in leaves_with_hooks()]
+    leaves = leaves_with_hooks()  # of any model
+    before = [(leaf, _take_gradient(leaf)) for leaf in leaves if not is_guarded(leaf)]
     muted = contextlib.ExitStack()
     muted.enter_context(muted_leaf_hooks([leaf for leaf, _ in before]))
+    muted.enter_context(muted_leaf_hooks([leaf for leaf in leaves if is_guarded(leaf)], _refuse))
     at_end: AtEnd = {}
     _running.steps = [*_steps(), at_end]
 
@@ -60,6 +64,13 @@ def one_step() -> Iterator[Callable[[], None]]:
         _running.steps = _steps()[:-1]
         for call in at_end.values():
             call()
+
+
+def _refuse(gradient: paddle.Tensor) -> None:
+    raise OffloadError(
+        "a hook on an offloaded parameter would get the gradient of each chunk, not their sum; "
+        "remove the hook, or train this encoder without GradCache or without offload"
+    )
 
 
 @paddle.no_grad()

@@ -12,8 +12,9 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import OffloadSequential, TrainStep
+from paddle_recompute import ContrastiveLoss, GradCache, OffloadSequential, TrainStep
 from paddle_recompute._paddle import memory
+from paddle_recompute._paddle.gradients import watch_hooks
 from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute.errors import ConfigError, OffloadError, RecomputeError
 from paddle_recompute.recompute import recompute
@@ -315,3 +316,17 @@ def test_a_disk_that_is_full_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OffloadError, match=r"is full.*are free.*offload_folder"):
         offloaded(offload_folder=str(tmp_path))
+
+
+def test_the_gradient_cache_leaves_hooks_of_an_offloaded_model_alone() -> None:
+    """Their sum over the chunks is with the shard, so it refuses to train such a model."""
+    watch_hooks()
+    layers = [paddle.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    layers[0].weight.register_hook(lambda gradient: None)
+    chain = OffloadSequential(layers, num_shards=2, offload="disk")
+    chain.optimizer(adamw)
+    tower, x = paddle.nn.Linear(WIDTH, WIDTH), paddle.rand([4, WIDTH])
+    GradCache(tower, ContrastiveLoss(), chunk_size=2).backward(x, x)
+    assert tower.weight.grad is not None
+    with pytest.raises(OSError, match="a hook on an offloaded parameter"):  # Paddle's own type
+        GradCache(chain, ContrastiveLoss(), chunk_size=2).backward(x, x)

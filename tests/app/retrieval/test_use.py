@@ -137,7 +137,7 @@ def test_training_with_prompts_is_training_on_texts_that_begin_with_them(tmp_pat
         (made / "valid.tsv").write_text("".join(lines[40:]))
         changes = PROMPTS if name == "prompts" else {}
         own = {"data__valid_file": str(made / "valid.tsv"), "data__pool_size": 20}
-        own["data__valid_pairs"] = DataConfig.valid_pairs
+        own["data__valid_pairs"] = DataConfig.model_fields["valid_pairs"].default
         config = tiny(made, train__max_steps=3, contrastive__hard_negatives=1, **own, **changes)
         record = Trainer(config).run()
         checkpoint = find_checkpoint(config.train.output_dir / "checkpoint")
