@@ -116,6 +116,9 @@ parity26: venv26
 WORKERS ?= 3
 PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
+# More processes than cores: a thread of OpenMP that waits should sleep, where libiomp5 spins for 200 ms.
+test test26 test-device test-device26: export KMP_BLOCKTIME := 0
+
 test: venv
 	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
 

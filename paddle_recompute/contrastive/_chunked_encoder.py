@@ -13,12 +13,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 
 from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.backward import set_gradients
-from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, in_order, padded
+from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, order_of, padded, rows_of
 from paddle_recompute.contrastive._repetition import Repetition, check_repetition, nan_unless
 from paddle_recompute.errors import DataError, RecomputeError
 from paddle_recompute.replay import Call, Stamp, is_written_since, stamp, watch_writes
@@ -53,6 +54,7 @@ class ChunkedEncoder:
         self.num_chunks = len(chunks)
         self._batch = batch
         self._chunks = chunks
+        self._order = order_of(chunks)
         self._ends = [0, *itertools.accumulate(len(chunk.rows) for chunk in chunks)]
         self.name = name
         self._what = f"the encoder of {name}"
@@ -128,14 +130,13 @@ class ChunkedEncoder:
         with amp_off():
             heads = self._joined(parts)
             del parts
-            firsts = {}
-            for place, whole in enumerate(heads):
-                if place in trained:
-                    receive = functools.partial(self._receive, place, when_reached)
-                    firsts[place], heads[place] = _source(whole, self._chunks, receive)
-                else:
-                    heads[place] = in_order(whole, self._chunks)
-                del whole
+            firsts = {place: heads[place] for place in sorted(trained)}
+            if self._order is not None:
+                back = np.argsort(self._order)
+                heads = [rows_of(whole, back) for whole in heads]
+            for place in firsts:
+                receive = functools.partial(self._receive, place, when_reached)
+                heads[place] = _source(heads[place], receive)
         if trained:
             self._repetition = Repetition(self.name, firsts, self._cut)
         else:
@@ -280,15 +281,15 @@ class ChunkedEncoder:
     def _receive(
         self, place: int, when_reached: Callable[[], None], gradient: paddle.Tensor
     ) -> None:
+        if self._order is not None:
+            with amp_off():
+                gradient = rows_of(gradient, self._order)
         self._gradients[place], self._is_reached = gradient, True
         when_reached()
 
 
-def _source(
-    embedding: paddle.Tensor, chunks: Sequence[Chunk], receive: Callable[[paddle.Tensor], None]
-) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """`embedding` twice: as it is, without a graph, and in the order of the batch, with a graph at
-    whose start `receive` gets the gradient.
+def _source(embedding: paddle.Tensor, receive: Callable[[paddle.Tensor], None]) -> paddle.Tensor:
+    """`embedding` with a graph, at whose start `receive` gets its gradient.
 
     A leaf would have another order: the engine processes leaves first, and a node at the point at
     which a plain step would process the concatenation of the chunks.
@@ -297,9 +298,8 @@ def _source(
     leaf.stop_gradient = False
     start = leaf.clone()
     start.register_hook(receive)
-    # Another node, so that hooks that the loss registers come before `receive`.
-    ordered = in_order(start, chunks)
-    return start.detach(), start.clone() if ordered is start else ordered
+    # Hooks that the loss registers come before `receive`.
+    return start.clone()
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -165,11 +165,11 @@ def rows_of(tensor: paddle.Tensor, rows: range | NDArray[np.int64]) -> paddle.Te
 _CARRIERS = {paddle.float16: "float32", paddle.bool: "int32"}
 
 
-def in_order(whole: paddle.Tensor, chunks: Sequence[Chunk]) -> paddle.Tensor:
-    """`whole`, whose rows are those of all chunks, in the order of the batch; differentiable."""
+def order_of(chunks: Sequence[Chunk]) -> NDArray[np.int64] | None:
+    """The rows of the batch in the order of the chunks; None where that is the batch's own."""
     if all(isinstance(chunk.rows, range) for chunk in chunks):
-        return whole
-    return rows_of(whole, np.argsort(np.concatenate([chunk.rows for chunk in chunks])))
+        return None
+    return np.concatenate([chunk.rows for chunk in chunks])
 
 
 def cut_axes(

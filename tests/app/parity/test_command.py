@@ -45,6 +45,7 @@ def run(folder: Path, *arguments: str, **changes: Any) -> Result:
     return CliRunner().invoke(cli.main, ["parity", "--config", str(file), *arguments])
 
 
+@pytest.mark.timeout(300)  # five runs on two ranks
 def test_the_whole_way(tmp_path: Path) -> None:
     """Two ranks, with a learned temperature, hard negatives and masked false negatives."""
     changes = {
