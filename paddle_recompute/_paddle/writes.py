@@ -61,8 +61,9 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
         @functools.wraps(write)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = write(*args, **kwargs)
-            if isinstance(args[place], paddle.Tensor):
-                written(args[place])
+            tensor = args[place] if place < len(args) else next(iter(kwargs.values()), None)
+            if isinstance(tensor, paddle.Tensor):
+                written(tensor)
             return result
 
         return call

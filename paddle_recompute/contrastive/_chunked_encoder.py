@@ -96,7 +96,7 @@ class ChunkedEncoder:
         structure: Any = None
         parts: list[list[paddle.Tensor]] = []
         trained: set[int] = set()
-        undecided = True
+        undecided = had_gradients
         for number in range(self.num_chunks):
             # With a graph until each output was found to depend on a trained parameter: usually one
             # chunk, more for an encoder with a frozen or detached path. The parameters of a Layer
@@ -233,8 +233,8 @@ class ChunkedEncoder:
                 tensors[path] = leaf
                 outline.append(path)
             else:
-                kind = type(leaf)
-                outline.append(f"{path} = {leaf!r}" if kind in _CONSTANTS else f"{path} ({kind})")
+                is_constant = isinstance(leaf, _CONSTANTS)
+                outline.append(f"{path} = {leaf!r}" if is_constant else f"{path} ({type(leaf)})")
         expected = len(self._chunks[number].rows)
         for path, tensor in tensors.items():
             shape = tensor.shape

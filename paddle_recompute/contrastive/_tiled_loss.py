@@ -78,14 +78,16 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
         ctx: Any, plan: _Plan, scale: float | None, needed: list[bool], *tensors: paddle.Tensor
     ) -> paddle.Tensor:
         with amp_off():
-            loss, ctx.gradients = _loss_and_gradients(plan, tensors, scale, needed)
-            return loss
+            loss, gradients = _loss_and_gradients(plan, tensors, scale, needed)
+        ctx.needed = needed
+        ctx.save_for_backward(*[one for one in gradients if one is not None])
+        return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
+        found = iter(ctx.saved_tensor())
         with amp_off():
-            return tuple(one if one is None else one.multiply_(upstream) for one in gradients)
+            return tuple(next(found).multiply_(upstream) if one else None for one in ctx.needed)
 
 
 def _in_program(plan: _Plan, scale: float | None, tensors: Sequence[paddle.Tensor]) -> Any:

@@ -164,7 +164,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             None if matryoshka_dims is None else checked_dims(matryoshka_dims, normalize=normalize)
         )
         self.group = group
-        self._temperature = temperature
+        self._temperature = float(temperature)
         self.logit_scale: paddle.Tensor | None = (
             self.create_parameter(
                 [1],

@@ -40,7 +40,7 @@ def _call(
     parameter = given[0]
     away = away_of(parameter)
     assert away is not None
-    if len(given) == 1 and parameter is args[0]:
+    if args and len(given) == 1 and parameter is args[0]:
         if name == "numpy":
             return away.numpy()
         if name == "__array__":

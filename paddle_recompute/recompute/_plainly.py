@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,14 +34,32 @@ def called_plainly() -> Iterator[None]:
     It holds for `recompute`, for wrapped Layers, and for fleet's ``recompute``. Models hold these
     functions under many names, so not the names but the code of the functions is exchanged.
     """
-    with ExitStack() as stack:
-        for wrapping in _WRAPPINGS:
-            stack.callback(setattr, wrapping, _CALL, wrapping.__call__)
-            delattr(wrapping, _CALL)  # what remains is the call of the bare class
-        for function, plain in ((run_recomputed, _run), (fleet_recompute, _call)):
-            stack.callback(setattr, function, "__code__", function.__code__)
-            function.__code__ = plain.__code__
+    with _lock:
+        _inside.append(None)
+        if len(_inside) == 1:
+            _exchange()
+    try:
         yield
+    finally:
+        with _lock:
+            _inside.pop()
+            if not _inside:
+                _stack.close()
+
+
+_lock = threading.RLock()
+_inside: list[None] = []
+"""One for each block that is running: blocks may nest, and threads may overlap."""
+_stack = ExitStack()
+
+
+def _exchange() -> None:
+    for wrapping in _WRAPPINGS:
+        _stack.callback(setattr, wrapping, _CALL, wrapping.__call__)
+        delattr(wrapping, _CALL)  # what remains is the call of the bare class
+    for function, plain in ((run_recomputed, _run), (fleet_recompute, _call)):
+        _stack.callback(setattr, function, "__code__", function.__code__)
+        function.__code__ = plain.__code__
 
 
 def _run(

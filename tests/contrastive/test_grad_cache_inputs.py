@@ -317,6 +317,11 @@ def test_lengths_that_are_refused(lengths: Any) -> None:
             DataError,
             r"returned output for its first chunk and output\[0\]",
         ),
+        (
+            lambda x: (x, np.float64(len(x))),
+            DataError,
+            r"returned output\[1\] = .* for its first chunk and output\[1\] = ",
+        ),
         (lambda x: x.detach(), ConfigError, "no encoder's output needs a gradient"),
     ],
 )

@@ -451,3 +451,18 @@ def test_steps_at_the_limit_are_those_of_a_parameter_that_is_clipped_in_the_forw
             values.append(value.item())
         found.append(values)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("temperature", [0.5, np.float32(0.5)])
+def test_gradients_of_the_tiled_loss_are_saved_tensors(temperature: float) -> None:
+    """So `recompute` around the loss drops those of its first forward."""
+    query, positive = paddle.rand([4, 8]), paddle.rand([4, 8])
+    query.stop_gradient = False
+    packed: list[paddle.Tensor] = []
+    with paddle.autograd.saved_tensors_hooks(
+        lambda one: packed.append(one) or one, lambda one: one
+    ):
+        loss = ContrastiveLoss(temperature, tile=2)(query, positive)
+    assert [4, 8] in [list(one.shape) for one in packed]
+    loss.backward()
+    assert query.grad is not None

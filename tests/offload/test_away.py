@@ -119,6 +119,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "vector_to_parameters": lambda p: paddle.nn.utils.vector_to_parameters(
         paddle.ones([WIDTH * WIDTH]), [p]
     ),
+    "an operator by keyword": lambda p: paddle.exp(x=p),
     "paddle.grad": lambda p: paddle.grad(a_loss(), [p], allow_unused=True),
 }
 """All else that can be done with a parameter, reading and writing."""

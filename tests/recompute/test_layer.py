@@ -12,6 +12,7 @@ import pytest
 
 from paddle_recompute import RecomputeConfig, RecomputeLayer, apply_recompute, recompute_wrapper
 from paddle_recompute.errors import ConfigError, SelectionError
+from paddle_recompute.recompute._plainly import called_plainly
 from tests.recompute.contract import Seen, assert_as_plain, leaf, loss_of, upstream
 
 
@@ -211,3 +212,15 @@ def test_an_option_that_does_not_exist_leaves_the_layer_bare() -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         recompute_wrapper(block, offload="cloud")
     assert type(block) is Block
+
+
+def test_plain_calls_nest() -> None:
+    """A model that is examined while another one is."""
+    layer = recompute_wrapper(paddle.nn.Linear(4, 4))
+    own = RecomputeLayer.__call__
+    with called_plainly():
+        with called_plainly():
+            pass
+        assert RecomputeLayer.__call__ is not own
+    assert RecomputeLayer.__call__ is own
+    assert layer(leaf(3, 4)).sum().backward() is None

@@ -318,9 +318,11 @@ def test_the_parameter_is_named() -> None:
         lambda layer: paddle.nn.utils.vector_to_parameters(paddle.ones([20]), layer.parameters()),
         lambda layer: setattr(layer.weight, "data", paddle.ones([4, 4])),
         lambda layer: paddle.nn.initializer.Constant(2.0)(layer.weight),
+        lambda layer: layer.weight.set_value(value=paddle.ones([4, 4])),
+        lambda layer: paddle.nn.initializer.Constant(2.0)(param=layer.weight),
         lambda layer: layer.weight[2:].set_value(paddle.ones([2, 4])),
     ],
-    ids=["vector_to_parameters", "data", "Constant", "a view"],
+    ids=["vector_to_parameters", "data", "Constant", "named value", "named parameter", "a view"],
 )
 def test_writes_past_the_tensor_itself(change: Callable[[paddle.nn.Layer], None]) -> None:
     layer, x = paddle.nn.Linear(4, 4), leaf(3, 4)

@@ -28,7 +28,13 @@ from numpy.typing import NDArray
 
 from paddle_recompute._files import read_json, writing, written_whole
 from paddle_recompute.app.data import parsed
-from paddle_recompute.app.retrieval.trained import Side, TrainedEncoder, encode_texts
+from paddle_recompute.app.retrieval.trained import (
+    Side,
+    TrainedEncoder,
+    check_count,
+    check_encoder,
+    encode_texts,
+)
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import DataError
 
@@ -79,6 +85,8 @@ def encode_file(
             f"{output}: received the suffix {output.suffix!r}; allowed is .npy, which `numpy.load` "
             "reads; its texts are in a file beside it"
         )
+    check_encoder(encoder)
+    check_count("batch_size", batch_size)
     longest = encoder.longest(side, max_tokens)
 
     def encoded(block: list[str], counts: dict[str, Any]) -> NDArray[np.float32]:
@@ -198,8 +206,9 @@ def begun(
     try:
         before = read_json(described)
         found = {name: before[name] for name in fresh}
-        shapes = [np.shape(found[name]) == np.shape(fresh[name]) for name in fresh]
-        if not all(shapes) or any(np.any(np.array(one) < 0) for one in found.values()):
+        forms = [(one.shape, one.dtype.kind) for one in map(np.array, found.values())]
+        expected = [(one.shape, one.dtype.kind) for one in map(np.array, fresh.values())]
+        if forms != expected or any(np.any(np.array(one) < 0) for one in found.values()):
             raise ValueError("counts of another kind")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(

@@ -183,7 +183,7 @@ def _does_not_fit(config: Config, chunks: Chunks) -> str:
     verb = "lower" if chunks else "set"
     tile = "set contrastive.tile, " if config.contrastive.tile is None else ""
     return (
-        f"a step that encodes {chunks}, of {config.micro_batch} per rank and micro-batch, does not "
-        f"fit into the memory; {verb} contrastive.chunk_size or chunk_tokens (memory_budget "
-        f"measures what fits), {tile}or lower contrastive.global_batch"
+        f"a step that encodes {chunks}, of {config.micro_batch} pairs per rank and micro-batch, "
+        f"does not fit into the memory; {verb} contrastive.chunk_size or chunk_tokens "
+        f"(memory_budget measures what fits), {tile}or lower contrastive.global_batch"
     )

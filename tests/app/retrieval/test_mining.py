@@ -184,6 +184,16 @@ def test_other_inputs_are_refused(made: Path, tmp_path: Path) -> None:
         mined(made, output)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"margin": np.nan}, {"relative_margin": 3.0}, {"num_negatives": 0}, {"first_rank": 101}],
+    ids=str,
+)
+def test_options_that_find_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(DataError):
+        MiningOptions(**options)
+
+
 def test_the_search_is_bounded_in_memory() -> None:
     tiles = (np.full((4096, 8), number, np.float32) for number in range(40))
     tracemalloc.start()
@@ -220,7 +230,7 @@ def test_command(made: Path, tmp_path: Path) -> None:
     }
     for ranks, words in (
         ("30", "--ranks 30: expected FIRST:LAST, as in 1:100"),
-        ("5:4", "received ranks 5 to 4; the first is at least 1, and at most the last"),
+        ("5:4", "received ranks 5 to 4 and margins []; the first rank is at most the last"),
     ):
         again = CliRunner().invoke(cli.main, [*arguments, "--ranks", ranks])
         assert again.exit_code == 2 and words in again.stderr
