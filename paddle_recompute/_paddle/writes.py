@@ -55,13 +55,15 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
                 written(parameter)
         return result
 
-    def reported(write: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
-        """`place` is that of the tensor among the arguments."""
+    def reported(
+        write: Callable[..., Any], place: int = 0, name: str = "self"
+    ) -> Callable[..., Any]:
+        """`place` and `name` are those of the tensor among the arguments."""
 
         @functools.wraps(write)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = write(*args, **kwargs)
-            tensor = args[place] if place < len(args) else next(iter(kwargs.values()), None)
+            tensor = args[place] if place < len(args) else kwargs.get(name)
             if isinstance(tensor, paddle.Tensor):
                 written(tensor)
             return result
@@ -82,7 +84,7 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
 
     paddle._C_ops.batch_norm = reported_statistics
     initializer = paddle.nn.initializer.Initializer
-    initializer.__call__ = reported(initializer.__call__, place=1)
+    initializer.__call__ = reported(initializer.__call__, place=1, name="param")
     paddle.optimizer.Optimizer._create_optimization_pass = reported_update
     for owner, name in _UNCOUNTED_WRITES:
         setattr(owner, name, reported(getattr(owner, name)))

@@ -13,13 +13,20 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import paddle
 
 from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.backward import set_gradients
-from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, order_of, padded, rows_of
+from paddle_recompute.contrastive._chunks import (
+    Chunk,
+    cut_axes,
+    cut_to,
+    in_batch_order,
+    order_of,
+    padded,
+    rows_of,
+)
 from paddle_recompute.contrastive._repetition import Repetition, check_repetition, nan_unless
 from paddle_recompute.errors import DataError, RecomputeError
 from paddle_recompute.replay import Call, Stamp, is_written_since, stamp, watch_writes
@@ -131,9 +138,7 @@ class ChunkedEncoder:
             heads = self._joined(parts)
             del parts
             firsts = {place: heads[place] for place in sorted(trained)}
-            if self._order is not None:
-                back = np.argsort(self._order)
-                heads = [rows_of(whole, back) for whole in heads]
+            heads = [in_batch_order(whole, self._order) for whole in heads]
             for place in firsts:
                 receive = functools.partial(self._receive, place, when_reached)
                 heads[place] = _source(heads[place], receive)

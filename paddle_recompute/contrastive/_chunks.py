@@ -172,6 +172,11 @@ def order_of(chunks: Sequence[Chunk]) -> NDArray[np.int64] | None:
     return np.concatenate([chunk.rows for chunk in chunks])
 
 
+def in_batch_order(whole: paddle.Tensor, order: NDArray[np.int64] | None) -> paddle.Tensor:
+    """`whole`, whose rows are in the given `order_of` chunks, in that of the batch."""
+    return whole if order is None else rows_of(whole, np.argsort(order))
+
+
 def cut_axes(
     parts: Sequence[paddle.Tensor], chunks: Sequence[Chunk], what: str
 ) -> tuple[tuple[int, ...], int]:

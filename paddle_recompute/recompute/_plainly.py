@@ -34,31 +34,32 @@ def called_plainly() -> Iterator[None]:
     It holds for `recompute`, for wrapped Layers, and for fleet's ``recompute``. Models hold these
     functions under many names, so not the names but the code of the functions is exchanged.
     """
+    global _num_running
     with _lock:
-        _inside.append(None)
-        if len(_inside) == 1:
+        _num_running += 1
+        if _num_running == 1:
             _exchange()
     try:
         yield
     finally:
         with _lock:
-            _inside.pop()
-            if not _inside:
-                _stack.close()
+            _num_running -= 1
+            if _num_running == 0:
+                _exchanged.close()
 
 
 _lock = threading.RLock()
-_inside: list[None] = []
-"""One for each block that is running: blocks may nest, and threads may overlap."""
-_stack = ExitStack()
+_num_running = 0
+"""Blocks of `called_plainly`: they may nest, and threads may overlap."""
+_exchanged = ExitStack()
 
 
 def _exchange() -> None:
     for wrapping in _WRAPPINGS:
-        _stack.callback(setattr, wrapping, _CALL, wrapping.__call__)
+        _exchanged.callback(setattr, wrapping, _CALL, wrapping.__call__)
         delattr(wrapping, _CALL)  # what remains is the call of the bare class
     for function, plain in ((run_recomputed, _run), (fleet_recompute, _call)):
-        _stack.callback(setattr, function, "__code__", function.__code__)
+        _exchanged.callback(setattr, function, "__code__", function.__code__)
         function.__code__ = plain.__code__
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from paddle_recompute import GradCache
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.contrastive._chunked_encoder import form_for
-from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, order_of, rows_of
+from paddle_recompute.contrastive._chunks import by_length, by_rows, in_batch_order, order_of
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.encoders import (
     BATCH,
@@ -35,11 +35,6 @@ from tests.contrastive.encoders import (
 )
 
 EMPTY = paddle.zeros([0, LENGTH], "int64")
-
-
-def in_the_batchs_order(whole: paddle.Tensor, chunks: list[Chunk]) -> paddle.Tensor:
-    order = order_of(chunks)
-    return whole if order is None else rows_of(whole, np.argsort(order))
 
 
 Named = namedtuple("Named", "ids mask")
@@ -129,7 +124,9 @@ def test_chunk_tokens_beside_images(images_first: bool, rows: int | None) -> Non
     )
     paddle.seed(3)
     embeddings = [
-        in_the_batchs_order(paddle.concat([encoder(**chunk.of(batch)) for chunk in chunks]), chunks)
+        in_batch_order(
+            paddle.concat([encoder(**chunk.of(batch)) for chunk in chunks]), order_of(chunks)
+        )
         for encoder, batch, chunks in plan
     ]
     plain = criterion(*embeddings)
@@ -221,7 +218,7 @@ def test_chunks_by_length(lengths: list[int], tokens: int, dtype: str) -> None:
     fewest = sum(len(chunk.rows) + 1 > tokens // max(1, chunk.columns or 1) for chunk in chunks)
     assert fewest >= len(chunks) - 1, "all but one are full"
     first_columns = [chunk.of(ids)[:, 0].astype("int64") for chunk in chunks]
-    whole = in_the_batchs_order(paddle.concat(first_columns), chunks)
+    whole = in_batch_order(paddle.concat(first_columns), order_of(chunks))
     assert whole.tolist() == ids[:, 0].astype("int64").tolist()
 
 

@@ -23,6 +23,7 @@ from tests.contrastive.loss_reference import (
     tolerance,
     unit_rows,
 )
+from tests.contrastive.products import recorded_products
 
 PAIRS, DIM, HARD = 11, 7, 2
 TILES = [None, 1, 4, 100]
@@ -234,22 +235,14 @@ def test_learned_scale_stays_at_100_and_comes_back(tile: int | None) -> None:
 # ------------------------------------------------------------------------------------- tiles
 
 
-def test_no_product_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_product_is_larger_than_a_tile() -> None:
     """And there are as many as there have to be: one per tile, and three for its gradients."""
-    products: list[tuple[int, ...]] = []
-    matmul = paddle.matmul
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        result = matmul(*args, **kwargs)
-        products.append(tuple(result.shape))
-        return result
-
-    monkeypatch.setattr(paddle, "matmul", recorded)
     tensors = [paddle.to_tensor(one, stop_gradient=False) for one in (QUERY, POSITIVE)]
-    with paddle.no_grad():
-        ContrastiveLoss(tile=4)(*tensors)
-    assert len(products) == 9  # both directions: 11 pairs are 3 blocks
-    ContrastiveLoss(tile=4)(*tensors).backward()
+    with recorded_products() as products:
+        with paddle.no_grad():
+            ContrastiveLoss(tile=4)(*tensors)
+        assert len(products) == 9  # both directions: 11 pairs are 3 blocks
+        ContrastiveLoss(tile=4)(*tensors).backward()
     assert len(products) == 9 + 4 * 9
     assert max(max(shape) for shape in products) <= max(4, DIM)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import paddle
@@ -14,6 +13,7 @@ from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.errors import DataError, SyncError
 from paddle_recompute.grad_sync import GradientSync
 from tests.contrastive.loss_reference import Array
+from tests.contrastive.products import recorded_products
 from tests.ranks import run_ranks
 
 INPUT, DIM, HARD = 9, 6, 2
@@ -115,17 +115,9 @@ def test_two_ranks_have_the_gradients_of_one_process_with_the_joined_batch() -> 
 
 
 def what_a_rank_computes_and_refuses() -> None:
-    products: list[tuple[int, ...]] = []
-    matmul = paddle.matmul
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        result = matmul(*args, **kwargs)
-        products.append(tuple(result.shape))
-        return result
-
     rank = dist.get_rank()
     vectors = paddle.randn([5 - rank, 3]), paddle.randn([5 - rank, 3])
-    with mock.patch.object(paddle, "matmul", recorded):
+    with recorded_products() as products:
         ContrastiveLoss()(*vectors)
     assert products == [(5 - rank, 9), (5 - rank, 9)]  # both directions
 

@@ -259,6 +259,17 @@ def clean_streams() -> Iterator[None]:
 # --------------------------------------------------------------------------------- what users do
 
 
+class Using(paddle.nn.Layer):
+    """A Layer whose forward is ``use(child, x)``."""
+
+    def __init__(self, child: paddle.nn.Layer, use: Callable[..., paddle.Tensor]) -> None:
+        super().__init__()
+        self.child, self._use = child, use
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self._use(self.child, x)
+
+
 def leaf(*shape: int, dtype: str = "float32", stop_gradient: bool = False) -> paddle.Tensor:
     """A tensor of normal numbers that asks for a gradient."""
     tensor = paddle.randn(list(shape)).astype(dtype).detach()

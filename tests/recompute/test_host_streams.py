@@ -17,7 +17,7 @@ from paddle import Tensor
 
 from paddle_recompute import recompute
 from paddle_recompute.replay.reach import Reach
-from tests.recompute.contract import Run, Seen, assert_as_plain, clean_streams, leaf, plain
+from tests.recompute.contract import Run, Seen, Using, assert_as_plain, clean_streams, leaf, plain
 
 linear = paddle.nn.functional.linear
 
@@ -120,15 +120,7 @@ MEMBERS: dict[str, Callable[[WithMembers, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("way", MEMBERS)
 def test_members_of_a_layer_that_draw_from_them(way: str) -> None:
-    class Parent(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.child, self._act = WithMembers(), MEMBERS[way]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self._act(self.child, x)
-
-    check(Parent())
+    check(Using(WithMembers(), MEMBERS[way]))
 
 
 class Activated(paddle.nn.Layer):

@@ -19,7 +19,7 @@ import pytest
 from paddle_recompute import recompute
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.replay.reach import LONGEST_SEARCHED, layers_of
-from tests.recompute.contract import Run, Seen, case, leaf
+from tests.recompute.contract import Run, Seen, Using, case, leaf
 
 Tensor = paddle.Tensor
 
@@ -180,15 +180,7 @@ READERS: dict[str, Callable[[Child, Tensor], Tensor]] = {
 
 @case("a number in a sublayer that {who} reads", who=list(READERS), num_listed=0)
 def test_number_read_by_others(run: Run, who: str) -> Seen:
-    class Parent(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.child, self._read = Child(), READERS[who]
-
-        def forward(self, h: Tensor) -> Tensor:
-            return self._read(self.child, h)
-
-    net, x = Parent(), leaf(3, 4)
+    net, x = Using(Child(), READERS[who]), leaf(3, 4)
     y = run(net, x * 2)
     net.child.scale = 3.0
     return {**backward(y, x, net), "scale": net.child.scale}

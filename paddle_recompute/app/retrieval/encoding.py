@@ -206,11 +206,13 @@ def begun(
     try:
         before = read_json(described)
         found = {name: before[name] for name in fresh}
-        forms = [(one.shape, one.dtype.kind) for one in map(np.array, found.values())]
-        expected = [(one.shape, one.dtype.kind) for one in map(np.array, fresh.values())]
-        if forms != expected or any(np.any(np.array(one) < 0) for one in found.values()):
-            raise ValueError("counts of another kind")
-    except (KeyError, TypeError, ValueError) as error:
+        for name, value in found.items():
+            counts = np.array(value)
+            like = np.array(fresh[name])
+            is_like = counts.shape == like.shape and counts.dtype.kind == like.dtype.kind
+            if not is_like or not np.all(counts >= 0):
+                raise ValueError(f"{name} is {value!r:.40}")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"{described}: is damaged ({error!r}); remove it and {output.name}"
         ) from error
