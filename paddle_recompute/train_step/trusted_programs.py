@@ -1,8 +1,8 @@
 """A Program of a compiled model is trusted after it was compared with eager execution.
 
 Paddle's conversion is wrong in ways that no list of refusals covers. So each Program is compared at
-its first step, at its 10th, 100th and 1,000th, with each new shape, and when a sublayer, hook or
-number that the forward reads is another. Both run on copies: outputs, gradients for a fixed random
+its first step, at its 10th, 100th and 1,000th, with each new shape, and at its next step after a
+sublayer, hook or number that the forward reads has become another. Both run on copies: outputs, gradients for a fixed random
 cotangent, buffers, attributes and random streams are those of the same state, and nothing of the
 user's takes part.
 """
@@ -67,6 +67,8 @@ class ProgramKeeper:
         self._verify = verify
         self._or_eager = or_eager
         self._stamp: ModelStamp | None = None
+        self._change = ""
+        self._compared_since: set[Any] = set()
         self._made_for = _MadeFor(model)
         self._occasions: dict[Any, Occasions] = {}
         self.refusal = ""
@@ -175,16 +177,21 @@ class ProgramKeeper:
         self, forward: compiled.CompiledForward, program: compiled.Program, args: Any
     ) -> str:
         """Why `program` is refused in this call; "" if it is equal, or not to be compared."""
-        change = self._stamp.change() if self._stamp is not None else ""
-        self._stamp = self._stamp or ModelStamp(self.model)
+        if self._stamp is None:
+            self._stamp = ModelStamp(self.model)
+        elif change := self._stamp.change():
+            self._change, self._compared_since = change, set()
         mode = (program, self.model.training, paddle.is_grad_enabled())
         if mode not in self._occasions:
             self._occasions[mode] = Occasions(often=program.has_branches)
         kinds = [f"{one.shape}{one.dtype}" for one in _nested.tensors_in(args)]
-        if not self._occasions[mode].is_next_one(tuple(kinds)) and not change:
+        is_due = self._occasions[mode].is_next_one(tuple(kinds))
+        is_changed = bool(self._change) and mode not in self._compared_since
+        if not is_due and not is_changed:
             return ""
         reason = _Comparison(self.model, forward, program, args).reason()
-        return f"after '{change}' was changed, {reason}" if reason and change else reason
+        self._compared_since.add(mode)
+        return f"after '{self._change}' was changed, {reason}" if reason and is_changed else reason
 
 
 class _MadeFor:

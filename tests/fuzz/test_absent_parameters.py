@@ -311,7 +311,10 @@ def verdict(seed: int, seen: Counter[str]) -> None:
     gradients = []
     for side in (offloaded, plain):
         with side.resident(range(num_layers)):
-            gradients.append([_value(p.grad) for p in side.parameters])
+            # A gradient of zeros keeps its shape in Paddle where its parameter gets another one.
+            gradients.append(
+                [None if p.grad is None else p.grad.numpy().ravel() for p in side.parameters]
+            )
     assert _same(*gradients), f"another gradient at the end of {story}"
 
 

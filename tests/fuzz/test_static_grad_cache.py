@@ -33,7 +33,11 @@ CACHES = st.fixed_dictionaries(
 
 def check(cache: dict[str, Any]) -> None:
     count = cache["micro_batches"]
-    merge = ["strategy.gradient_merge=true", f"strategy.gradient_merge_configs.k_steps={count}"]
+    merge = [
+        "strategy.gradient_merge=true",
+        f"strategy.gradient_merge_configs.k_steps={count}",
+        f"contrastive.global_batch={24 * count}",
+    ]
     compared(
         config_of(*(merge if count > 1 else []), recompute=cache["recompute"]),
         lambda: Encoder(cache["dropout"]),

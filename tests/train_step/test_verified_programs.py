@@ -221,6 +221,21 @@ def test_a_change_of_the_model_is_seen(what: str) -> None:
     assert "Dropping goes on in eager execution" in text
 
 
+def test_a_change_is_seen_by_each_program() -> None:
+    """Also by a Program that is not the first one to be called after it."""
+    x = paddle.randn([3, 4])
+    model = made(Dropping)
+    compile_model(model, SPEC)
+    model(x)
+    model.scale = 3.0
+    model.eval()
+    with paddle.no_grad():
+        model(x)  # a Program of its own, made after the change
+    model.train()
+    with pytest.raises(StaticGraphError, match="after 'scale' was changed"):
+        model(x)
+
+
 @contextlib.contextmanager
 def counted_comparisons() -> Iterator[list[str]]:
     """A list that gets an entry from each eager run of a compiled forward."""
