@@ -166,17 +166,6 @@ def test_the_engine_of_26_takes_the_memory_of_what_is_unpacked() -> None:
     assert saved_tensors.ENGINE_TAKES_MEMORY == IS_26
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_optimizer_parameter_list(grouped: bool) -> None:
-    layer = paddle.nn.Linear(2, 2)
-    given = [{"params": [p]} for p in layer.parameters()] if grouped else layer.parameters()
-    optimizer = paddle.optimizer.AdamW(0.1, parameters=given)
-    assert hasattr(optimizer, "_parameter_list")
-    found = layers.parameters_of_optimizer(optimizer)
-    assert [id(p) for p in found] == [id(p) for p in layer.parameters()]
-    assert layers.parameters_of_optimizer(object()) == []
-
-
 def test_an_update_of_groups_of_parameters_is_a_write() -> None:
     """``Optimizer._create_optimization_pass`` gets a dict of each group, and raises no version."""
     linears = [paddle.nn.Linear(2, 2) for _ in range(3)]
@@ -241,27 +230,6 @@ def test_attributes_of_every_layer() -> None:
     assert layers.attributes_of_every_layer() == known
     following = paddle.nn.Layer().full_name()
     assert int(following.rpartition("_")[2]) == int(name.rpartition("_")[2]) + 1
-
-
-def test_layer_buffers_and_parameters() -> None:
-    norm = paddle.nn.BatchNorm1D(3)
-    norm.register_buffer("extra", paddle.zeros([1]))
-    assert "extra" in norm._buffers
-    assert {"_mean", "_variance", "weight", "bias"} <= {*norm._buffers, *norm._parameters}
-    slots = {name for _, names in layers.non_trained_state(norm) for name in names}
-    assert {"extra", "_mean", "_variance"} <= slots and "weight" not in slots
-    for kind in layers.BATCH_NORMS:
-        other = kind(3)
-        assert {"_mean", "_variance"} <= {*other._parameters, *other._buffers}, kind
-        assert other._mean.stop_gradient and other._variance.stop_gradient, kind
-
-
-def test_layers_below_are_those_of_sublayers() -> None:
-    model = paddle.nn.Sequential(paddle.nn.Sequential(*map(paddle.nn.Linear, [2, 2], [2, 2])))
-    model.add_sublayer("again", model[0][1])
-    model.add_sublayer("none", None)
-    below = model.sublayers(include_self=True)
-    assert sorted(map(id, layers.layers_below(model))) == sorted(map(id, below))
 
 
 # ---------------------------------------------------------------------------- random generators
@@ -373,18 +341,6 @@ def test_flat_tensors_share_memory_with_tensors_of_another_shape() -> None:
     assert one.data_ptr() == pieces[0].data_ptr() and one.shape == [2, 3]
     turned = paddle.randn([2, 3]).transpose([1, 0])
     assert np.array_equal(flat.joined([turned, other], shells)[:6].numpy(), turned.numpy().ravel())
-
-
-@pytest.mark.parametrize("dtypes", ["", "aa", "aba", "bba"])
-def test_tensors_by_their_dtypes(dtypes: str) -> None:
-    kinds = {"a": "float32", "b": "float64"}
-    tensors = [paddle.zeros([1], kinds[one]) for one in dtypes]
-    found = {str(dtype): [*map(id, alike)] for dtype, alike in flat.by_dtype(tensors).items()}
-    assert found == {
-        f"paddle.{kind}": [id(t) for t, one in zip(tensors, dtypes, strict=True) if one == letter]
-        for letter, kind in kinds.items()
-        if letter in dtypes
-    }
 
 
 def test_a_hook_that_has_ended_calls_nothing() -> None:

@@ -1,6 +1,7 @@
-"""Run by `make wheel-install-test`: copies what a wheel requires from the environment of this interpreter.
+"""Copies what a wheel requires from the environment of this interpreter to another one.
 
-This saves the downloads. Whether the copies meet the requirements is for pip to say afterwards.
+`make wheel-install-test` runs it to save the downloads. Afterwards pip says whether the copies meet
+the requirements.
 
 Usage: python wheel_requirements.py SITE_PACKAGES WHEEL[EXTRA,...] REQUIREMENT...
 """
