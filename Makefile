@@ -129,7 +129,7 @@ SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     app/config app/data app/launch app/report app/test_cli_config.py app/test_cli_shell.py \
     $(addprefix app/retrieval/test_,evaluation.py metrics.py mining.py search.py use.py) \
     $(addprefix app/trainer/test_,boards.py callbacks.py disk_faults.py) \
-    $(addprefix app/trainer/test_,progress.py refused_settings.py run_folder.py) \
+    $(addprefix app/trainer/test_,progress.py run_folder.py) \
     $(addprefix app/trainer/test_,same_data.py signals.py without_gain.py) \
     benchmarks $(addprefix distributed/test_,control_port.py control_server.py peer_state.py) \
     $(addprefix docs/test_,figures.py messages.py pages.py site.py story.py) \
