@@ -232,6 +232,14 @@ def test_attributes_of_every_layer() -> None:
     assert int(following.rpartition("_")[2]) == int(name.rpartition("_")[2]) + 1
 
 
+def test_layers_below_are_those_of_sublayers() -> None:
+    model = paddle.nn.Sequential(paddle.nn.Sequential(*map(paddle.nn.Linear, [2, 2], [2, 2])))
+    model.add_sublayer("again", model[0][1])
+    model.add_sublayer("none", None)
+    below = model.sublayers(include_self=True)
+    assert sorted(map(id, layers.layers_below(model))) == sorted(map(id, below))
+
+
 # ---------------------------------------------------------------------------- random generators
 
 
@@ -341,6 +349,18 @@ def test_flat_tensors_share_memory_with_tensors_of_another_shape() -> None:
     assert one.data_ptr() == pieces[0].data_ptr() and one.shape == [2, 3]
     turned = paddle.randn([2, 3]).transpose([1, 0])
     assert np.array_equal(flat.joined([turned, other], shells)[:6].numpy(), turned.numpy().ravel())
+
+
+@pytest.mark.parametrize("dtypes", ["", "aa", "aba", "bba"])
+def test_tensors_by_their_dtypes(dtypes: str) -> None:
+    kinds = {"a": "float32", "b": "float64"}
+    tensors = [paddle.zeros([1], kinds[one]) for one in dtypes]
+    found = {str(dtype): [*map(id, alike)] for dtype, alike in flat.by_dtype(tensors).items()}
+    assert found == {
+        f"paddle.{kind}": [id(t) for t, one in zip(tensors, dtypes, strict=True) if one == letter]
+        for letter, kind in kinds.items()
+        if letter in dtypes
+    }
 
 
 def test_a_hook_that_has_ended_calls_nothing() -> None:
