@@ -135,6 +135,23 @@ def test_all_else_is_refused(weight: paddle.Tensor) -> None:
     assert np.array_equal(weight.numpy(), value)
 
 
+def test_gradients_are_read_and_changed_where_they_are_resident() -> None:
+    plain, model = pair()
+    gradients = []
+    for one, scope in ((plain, contextlib.nullcontext()), (model, model.resident())):
+        optimizer = optimizer_of(one, momentum)
+        for number in range(2):
+            loss_of(one, number).backward()
+        with scope:
+            paddle.nn.utils.clip_grad_norm_(one.parameters(), 0.01)
+            first = one[0].weight
+            first.grad = first.grad * 0.5
+            gradients.append([p.grad.numpy() for p in one.parameters()])
+        optimizer.step()
+    assert_equal(*gradients)
+    assert_equal(values(plain), values(model))
+
+
 def test_resident_brings_shards_with_values_and_gradients_and_takes_them_back() -> None:
     plain, model = pair()
     for one in (plain, model):

@@ -172,6 +172,12 @@ def transformer(x: Any) -> Any:
     return paddle.nn.TransformerEncoderLayer(HIDDEN, 2, 2 * HIDDEN, dropout=0.1)(x)
 
 
+@graph()
+def random_inside(x: Any) -> Any:
+    noise = paddle.randn([BATCH, HIDDEN]) + paddle.rand([1, HIDDEN])
+    return paddle.tanh(linear(x) * noise) + x
+
+
 @graph(2)
 def dropout_along_an_axis(x: Any) -> Any:
     return functional.gelu(functional.dropout(linear(x), 0.4, axis=1)) + x
