@@ -26,7 +26,6 @@ EVERY = {
     "test_program_has_the_loss_and_gradients_of_the_reference": 3,
 }
 EVERY_ON_26 = {
-    _STATIC + "recompute.py::test_odd_graph": 2,
     _STATIC + "recompute.py::test_a_batch_norm_leaves_its_running_statistics": 2,
     _STATIC + "comparison.py::test_a_right_program_trains_as_if_it_were_not_compared": 2,
     # Runs of the application, whose steps are compared in the rooms of the library.
