@@ -129,7 +129,7 @@ SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     app/config app/data app/launch app/report app/test_cli_config.py app/test_cli_shell.py \
     $(addprefix app/retrieval/test_,evaluation.py metrics.py mining.py search.py use.py) \
     $(addprefix app/trainer/test_,boards.py callbacks.py disk_faults.py) \
-    $(addprefix app/trainer/test_,progress.py refused_settings.py run_folder.py) \
+    $(addprefix app/trainer/test_,progress.py run_folder.py) \
     $(addprefix app/trainer/test_,same_data.py signals.py without_gain.py) \
     benchmarks $(addprefix distributed/test_,control_port.py control_server.py peer_state.py) \
     $(addprefix docs/test_,figures.py messages.py pages.py site.py story.py) \
@@ -275,12 +275,18 @@ build/.wheel-tested: .venv/.installed .venv-release/.installed README.md setup.p
 	cd / && PYTHONPATH=$(CURDIR)/build/site $(CURDIR)/.venv/bin/python $(CURDIR)/tests/wheel_check.py $(CURDIR)
 	@touch $@
 
-# The wheel in an environment of its own: with Paddle alone, then with the extra `train`.
+# The wheel in an environment of its own: with Paddle alone, then with the extra `train`. What it requires is
+# copied from .venv instead of downloaded; without an index, pip refuses what is missing or does not fit.
+define install_wheel
+.venv/bin/python tests/wheel_requirements.py build/empty/lib/python*/site-packages $(1)
+build/empty/bin/python -m pip install --no-index --no-compile --quiet --disable-pip-version-check $(1)
+endef
+
 wheel-install-test: wheel-test
-	@$(FIND_PYTHON); rm -rf build/empty; "$$found" -m venv build/empty
-	build/empty/bin/python -m pip install --no-compile --quiet --disable-pip-version-check dist/*.whl paddlepaddle==3.3.1
+	rm -rf build/empty; .venv/bin/python -m venv build/empty
+	$(call install_wheel,dist/*.whl paddlepaddle==3.3.1)
 	cd / && $(CURDIR)/build/empty/bin/python $(CURDIR)/tests/wheel_installed.py alone
-	build/empty/bin/python -m pip install --no-compile --quiet --disable-pip-version-check "$$(echo dist/*.whl)[train]"
+	$(call install_wheel,"$$(echo dist/*.whl)[train]")
 	cd / && $(CURDIR)/build/empty/bin/python $(CURDIR)/tests/wheel_installed.py train
 
 # The environments stay: they are dear, and `make venv` keeps them right. rm -rf .venv* ends them.

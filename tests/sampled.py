@@ -26,7 +26,6 @@ EVERY = {
     "test_program_has_the_loss_and_gradients_of_the_reference": 3,
 }
 EVERY_ON_26 = {
-    _STATIC + "recompute.py::test_odd_graph": 2,
     _STATIC + "recompute.py::test_a_batch_norm_leaves_its_running_statistics": 2,
     _STATIC + "comparison.py::test_a_right_program_trains_as_if_it_were_not_compared": 2,
     # Runs of the application, whose steps are compared in the rooms of the library.
@@ -41,7 +40,6 @@ LEFT_OUT_ON_26 = {
     # The command runs in another test; what differs is told by the comparison, which runs on both.
     _PARITY + "test_a_model_that_fleets_recompute_refuses_is_compared_without_it",
     _PARITY + "test_a_model_of_ones_own_with_the_gradient_cache_starts_from_the_same_weights",
-    "tests/app/test_cli.py::test_two_ranks_train_to_the_record_on_the_last_line",
     "tests/doctor/test_command.py::test_a_fault_on_one_of_two_ranks_is_named",
     "tests/examples/test_trainer.py::test_clip_learns_on_two_ranks",
     "tests/sharding/test_trainer.py::"

@@ -166,17 +166,6 @@ def test_the_engine_of_26_takes_the_memory_of_what_is_unpacked() -> None:
     assert saved_tensors.ENGINE_TAKES_MEMORY == IS_26
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_optimizer_parameter_list(grouped: bool) -> None:
-    layer = paddle.nn.Linear(2, 2)
-    given = [{"params": [p]} for p in layer.parameters()] if grouped else layer.parameters()
-    optimizer = paddle.optimizer.AdamW(0.1, parameters=given)
-    assert hasattr(optimizer, "_parameter_list")
-    found = layers.parameters_of_optimizer(optimizer)
-    assert [id(p) for p in found] == [id(p) for p in layer.parameters()]
-    assert layers.parameters_of_optimizer(object()) == []
-
-
 def test_an_update_of_groups_of_parameters_is_a_write() -> None:
     """``Optimizer._create_optimization_pass`` gets a dict of each group, and raises no version."""
     linears = [paddle.nn.Linear(2, 2) for _ in range(3)]
@@ -241,19 +230,6 @@ def test_attributes_of_every_layer() -> None:
     assert layers.attributes_of_every_layer() == known
     following = paddle.nn.Layer().full_name()
     assert int(following.rpartition("_")[2]) == int(name.rpartition("_")[2]) + 1
-
-
-def test_layer_buffers_and_parameters() -> None:
-    norm = paddle.nn.BatchNorm1D(3)
-    norm.register_buffer("extra", paddle.zeros([1]))
-    assert "extra" in norm._buffers
-    assert {"_mean", "_variance", "weight", "bias"} <= {*norm._buffers, *norm._parameters}
-    slots = {name for _, names in layers.non_trained_state(norm) for name in names}
-    assert {"extra", "_mean", "_variance"} <= slots and "weight" not in slots
-    for kind in layers.BATCH_NORMS:
-        other = kind(3)
-        assert {"_mean", "_variance"} <= {*other._parameters, *other._buffers}, kind
-        assert other._mean.stop_gradient and other._variance.stop_gradient, kind
 
 
 def test_layers_below_are_those_of_sublayers() -> None:

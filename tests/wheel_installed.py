@@ -47,6 +47,11 @@ def train() -> None:
         ):
             done = run(*arguments)
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+            if arguments[0] == "train":
+                record = json.loads(done.stdout.splitlines()[-1])
+                assert record == json.loads((run_folder / "result.json").read_text())
+                assert record["world_size"] == 2 and "step 4/4" in done.stdout
+                assert "Successfully connected" not in done.stdout
         assert len(json.loads(done.stdout)["results"]) == 10, done.stdout
         assert (run_folder / "report.html").stat().st_size > 10**6
 

@@ -20,7 +20,6 @@ from paddle_recompute.app.launch import RankFailedError, RankRefusedError
 from paddle_recompute.app.launch._rank_process import RankError
 from paddle_recompute.errors import DataError, LaunchError
 from tests.app.trainer.trained_run import make_run, texts
-from tests.processes import python
 from tests.ranks import ROOT
 
 CONFIGS = ROOT / "fleet_configs"
@@ -219,28 +218,6 @@ def test_more_ranks_are_given_the_same_command(
     assert launched == [(again, 3)]
 
 
-@pytest.mark.timeout(180)
-def test_two_ranks_train_to_the_record_on_the_last_line(tmp_path: Path) -> None:
-    """The whole way, on a few made-up pairs."""
-    lines = [f"w{i} x{i * i % 97}\tW{i} X{i * i % 97}\n" for i in range(200)]
-    (tmp_path / "pairs.tsv").write_text("".join(lines))
-    files = [f"data.train_file={tmp_path / 'pairs.tsv'}", f"data.cache_dir={tmp_path / 'cache'}"]
-    small = ["data.valid_pairs=20", "data.pool_size=100", "data.vocab_size=500"]
-    small += ["model.num_layers=1", "model.hidden_size=16", "model.intermediate_size=16"]
-    small += ["contrastive.global_batch=16", "train.max_steps=3", "train.measure_plain=false"]
-    command = ["-m", "paddle_recompute", "train", "--config", TINY, "data.source=files"]
-    output = f"train.output_dir={tmp_path / 'run'}"
-    result = python(*command, *files, *small, output, timeout=150)
-    lines = result.stdout.splitlines()
-    record = json.loads(lines[-1])
-    assert record["world_size"] == 2
-    assert {"recall@1", "untrained_mrr", "plain_peak_bytes", "output_dir"} <= set(record)
-    assert record == json.loads((tmp_path / "run" / "result.json").read_text())
-    assert any("recall@10" in line for line in lines[:-1])
-    assert any("step 3/3" in line for line in lines[:-1])
-    assert not any("Successfully connected" in line for line in lines)
-
-
 # ---------------------------------------------------------------------- encode and search
 
 
@@ -308,12 +285,3 @@ def test_errors_of_encode_and_search_are_one_paragraph(
     result = encoded(trained, tmp_path / "other.npy")
     assert result.exit_code == 130
     assert "interrupted; run the same command again to continue" in result.stderr
-
-
-def test_search_prints_its_hits_and_nothing_else(trained: Path, tmp_path: Path) -> None:
-    """In a process of its own, where Paddle is imported by the command."""
-    assert encoded(trained, tmp_path / "pool.npy").exit_code == 0
-    arguments = ["search", "--index", tmp_path, "--json", "dog"]
-    result = python("-m", "paddle_recompute", *arguments)
-    assert result.stderr == ""
-    assert json.loads(result.stdout)["query"] == "dog"

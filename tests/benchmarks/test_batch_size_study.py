@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import numpy as np
-import pytest
 
-from benchmarks._batch_size_plan import (
-    BATCHES,
-    LADDER,
-    SEEDS,
-    Plan,
-    next_run,
-    remaining,
-    summarize,
-    tune,
-)
-from benchmarks._batch_size_runs import Run, batches
+from benchmarks._batch_size_runs import batches
 from benchmarks._libreoffice import (
     PagePair,
     paragraphs,
@@ -107,53 +95,3 @@ def test_all_batch_sizes_read_the_same_pairs_in_the_same_order() -> None:
     assert np.array_equal(small, large)
     assert sorted(small[:num_pairs]) == list(range(num_pairs))
     assert not np.array_equal(small, np.concatenate(list(batches(num_pairs, 16, 32, seed=4))))
-
-
-class Done(dict[Run, dict[str, Any]]):
-    """Runs whose MRR has its top where `best` says: by batch and arm, a learning rate."""
-
-    def __init__(self, best: float) -> None:
-        super().__init__()
-        self.best = best
-
-    def do(self, run: Run) -> None:
-        mrr = 0.8 - 0.1 * abs(LADDER.index(run.learning_rate) - LADDER.index(self.best))
-        figures = {"mrr": mrr, "recall@1": mrr - 0.1, "recall@10": mrr + 0.1}
-        test = {name: value + 0.01 * run.seed for name, value in figures.items()}
-        self[run] = {"valid": figures, "test": test}
-
-
-@pytest.mark.parametrize("best", LADDER)
-def test_the_tuning_finds_the_best_rate_wherever_it_is(best: float) -> None:
-    plan, done = Plan(8 * max(BATCHES)), Done(best)
-    cell = ("libreoffice", "examples", 256)
-    while (rate := tune(plan, cell, done.get).missing) is not None:
-        done.do(plan.run(*cell, rate, SEEDS[0]))
-    assert tune(plan, cell, done.get).chosen == best
-    middle = LADDER.index(best) - len(LADDER) // 2
-    # As many as were needed to see that the next one is worse, and no more.
-    assert len(done) == min(3 + abs(middle), 5)
-
-
-def test_the_study_ends_with_every_cell_complete_and_runs_nothing_twice() -> None:
-    plan, done = Plan(8 * max(BATCHES)), Done(best=LADDER[3])
-    order = []
-    while (run := next_run(plan, done.get)) is not None:
-        assert run not in done
-        assert run in remaining(plan, done.get)
-        done.do(run)
-        order.append(run)
-    assert remaining(plan, done.get) == []
-    corpora = [run.corpus for run in order]
-    assert corpora == sorted(corpora, key=plan.corpora.index)
-    for corpus in plan.corpora:
-        for cell in plan.cells(corpus):
-            summary = summarize(plan, cell, done.get)
-            assert summary.tuning.chosen == LADDER[3]
-            assert len(summary.figures) == len(SEEDS)
-            mean, deviation = summary.spread("mrr")
-            assert mean == pytest.approx(0.81)
-            assert deviation == pytest.approx(0.01)
-    # The largest batch is in both arms with one and the same run.
-    of_largest = [run for run in order if run.batch == max(BATCHES)]
-    assert len(of_largest) == len(plan.corpora) * (3 + len(SEEDS) - 1)

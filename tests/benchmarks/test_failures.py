@@ -1,4 +1,4 @@
-"""A few of the failures of `benchmarks.failures`; ``make bench-failures`` tries 200."""
+"""One of the failures of `benchmarks.failures`; ``make bench-failures`` tries 200."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ FAULT = Fault(1, "the update", "ValueError", 3, 0)
 def test_all_ranks_end_with_the_cause_and_the_run_goes_on_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    outcomes = campaign(tmp_path, 3, 1, of_a_run=3, ranks=(2,))
-    assert len(outcomes) >= 3
-    assert not [fault for one in outcomes for fault in one.faults]
+    (outcome,) = campaign(tmp_path, 1, 1, of_a_run=1, ranks=(2,))
+    assert not outcome.faults
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 Action = Callable[[Side], Any]
-WEIGHTS = {  # all others are in tests/offload/test_away.py
+WEIGHTS = {  # all others are refused: tests/offload/test_away.py
     "numpy": lambda p: p.numpy(),
     "set_value": lambda p: p.set_value(np.full(p.shape, 0.125, "float32")),
     "square sum": lambda p: p.square().sum(),
@@ -322,7 +322,7 @@ def verdict(seed: int, seen: Counter[str]) -> None:
 def test_chains() -> None:
     seen: Counter[str] = Counter()
     first = budget.seed() * 1_000_000
-    count = budget.examples(12)
+    count = budget.examples(40)
     print(f"Paddle {paddle.__version__}, offloaded chains, FUZZ_SEED={budget.seed()}", flush=True)
     try:
         for seed in range(first, first + count):

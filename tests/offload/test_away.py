@@ -135,38 +135,6 @@ def test_all_else_is_refused(weight: paddle.Tensor) -> None:
     assert np.array_equal(weight.numpy(), value)
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
-def test_what_was_written_is_what_the_chain_computes_with(place: str) -> None:
-    plain, model = pair(place)
-    for one in (plain, model):
-        for parameter in one.parameters():
-            parameter.set_value(parameter.numpy() * 0.5)
-    assert np.array_equal(loss_of(plain).numpy(), loss_of(model).numpy())
-
-
-@pytest.mark.parametrize(
-    "clear",
-    [
-        lambda model: model.clear_gradients(),
-        lambda model: [p.clear_gradient() for p in model.parameters()],
-        lambda model: [p.clear_gradient(False) for p in model.parameters()],
-        lambda model: [p.clear_grad() for p in model.parameters()],
-    ],
-)
-def test_a_batch_whose_gradients_are_cleared_is_dropped(clear: Callable[..., Any]) -> None:
-    plain, model = pair()
-    for one in (plain, model):
-        optimizer = optimizer_of(one, momentum)
-        loss_of(one).backward()
-        optimizer.step()
-        optimizer.clear_grad()
-        loss_of(one, 1).backward()
-        clear(one)
-        loss_of(one, 2).backward()
-        optimizer.step()
-    assert_equal(values(plain), values(model))
-
-
 def test_gradients_are_read_and_changed_where_they_are_resident() -> None:
     plain, model = pair()
     gradients = []
@@ -182,81 +150,6 @@ def test_gradients_are_read_and_changed_where_they_are_resident() -> None:
         optimizer.step()
     assert_equal(*gradients)
     assert_equal(values(plain), values(model))
-
-
-def test_steps_without_clear_grad_add_up() -> None:
-    plain, model = pair()
-    for one in (plain, model):
-        optimizer = optimizer_of(one, momentum)
-        for number in range(3):
-            loss_of(one, number).backward()
-            optimizer.step()
-    assert_equal(values(plain), values(model))
-
-
-class Sometimes(paddle.nn.Layer):
-    """Uses its second parameter if asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = paddle.nn.Linear(WIDTH, WIDTH)
-        self.second = paddle.nn.Linear(WIDTH, WIDTH)
-        self.uses_second = True
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return self.second(self.first(x)) if self.uses_second else self.first(x)
-
-
-@pytest.mark.parametrize("set_to_zero", [True, False])
-@pytest.mark.parametrize(
-    "make",
-    [momentum, lambda parameters: paddle.optimizer.AdamW(0.1, parameters=parameters)],
-    ids=["Momentum", "AdamW"],
-)
-def test_a_parameter_without_gradient_in_a_step(
-    make: Callable[..., Any], set_to_zero: bool
-) -> None:
-    found = []
-    for is_offloaded in (False, True):
-        paddle.seed(1)
-        parts = [Sometimes() for _ in range(3)]
-        model = (
-            OffloadSequential(parts, num_shards=3, offload="disk")
-            if is_offloaded
-            else paddle.nn.Sequential(*parts)
-        )
-        optimizer = optimizer_of(model, make)
-        for number in range(4):
-            parts[1].uses_second = number in (1, 3)
-            loss_of(model, number).backward()
-            optimizer.step()
-            optimizer.clear_grad(set_to_zero)
-        found.append(values(model))
-    assert_equal(*found)
-
-
-def _penalized(model: paddle.nn.Layer, scope: Callable[..., Any]) -> None:
-    optimizer = optimizer_of(model, momentum)
-    for number in range(3):
-        with scope(model):
-            loss = loss_of(model, number)
-            loss = loss + 0.1 * sum((p * p).sum() + p.abs().sum() for p in model.parameters())
-            if number != 1:
-                loss.backward()
-        if number == 1:
-            loss.backward()
-        optimizer.step()
-        optimizer.clear_grad()
-
-
-def test_a_penalty_works_where_the_parameters_are_resident() -> None:
-    plain, model = pair()
-    _penalized(plain, lambda _: contextlib.nullcontext())
-    _penalized(model, resident)
-    assert_equal(values(plain), values(model))
-    assert not any(has_memory(p) for p in model[0].parameters()) or not any(
-        has_memory(p) for p in model[3].parameters()
-    )
 
 
 def test_resident_brings_shards_with_values_and_gradients_and_takes_them_back() -> None:

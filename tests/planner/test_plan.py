@@ -313,11 +313,6 @@ def test_gradients_are_those_of_the_plain_step(name: str) -> None:
     assert all(np.array_equal(one, other) for one, other in zip(plain, others, strict=True))
 
 
-def test_two_calls_of_one_layer_have_options_of_their_own() -> None:
-    costs = costs_of("two towers")
-    assert [call.name for call in costs.calls[3:5]] == ["encoder.layers.3", "encoder.layers.0#2"]
-
-
 @pytest.mark.parametrize("whole", [range(3), range(4), range(6), range(5, 8), [3], [7], [0, 2, 3]])
 def test_a_call_that_has_begun_holds_its_bytes_while_another_one_runs(whole: Sequence[int]) -> None:
     """The towers' backwards take turns: 7 and 3, 6 and 2, and so on."""
@@ -655,36 +650,6 @@ def test_a_graph_over_blocks_that_is_dropped_takes_nothing_of_another_one(is_use
     predicted, measured = peaks(job, costs, uniform(costs, "plain"))
     assert abs(predicted - measured) <= CLOSE * measured
     assert paddle.is_grad_enabled()
-
-
-@pytest.mark.parametrize("name", ["encoder", "lstm", "u-net"])
-def test_two_independent_counts_of_what_a_block_keeps_agree(name: str) -> None:
-    """The allocator's, and that of the distinct tensors which its operators save."""
-    job = job_of(name)
-    call = job.measure(only_bytes=True).calls[1]
-    block = dict(job.model.named_sublayers())[call.layer]
-    inputs: list[paddle.Tensor] = []
-    hook = block.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    job.step()
-    job.clear_gradients()
-    hook.remove()
-    x = inputs[0].detach()
-    x.stop_gradient = False
-    x = x * 1.0
-    saved: dict[int, int] = {}
-
-    def pack(tensor: paddle.Tensor) -> paddle.Tensor:
-        if tensor._is_initialized():
-            size = int(tensor.size * tensor.element_size())
-            saved[tensor.data_ptr()] = max(size, saved.get(tensor.data_ptr(), 0))
-        return tensor
-
-    with paddle.autograd.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = block(x)
-    there = [x, y, *block.parameters(), *(b for b in block.buffers() if b._is_initialized())]
-    for tensor in there:
-        saved.pop(tensor.data_ptr(), None)
-    assert call.options["plain"].kept == sum(saved.values()) > 0
 
 
 class Averaging(paddle.nn.Layer):

@@ -16,7 +16,7 @@ from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.distributed import gathered
 from paddle_recompute.sharding import _travel
-from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
+from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
 from tests.distributed.mortal_ranks import assert_rank_0_names_killed_rank_1
 from tests.ranks import run_ranks
 
@@ -30,6 +30,7 @@ RUN: dict[str, Any] = {
 }
 
 
+@unmeasured
 def train(folder: str, name: str, sharded: bool = True, **changes: Any) -> None:
     output = {"train__output_dir": f"{folder}/{name}", "strategy__sharding": sharded}
     Trainer(tiny(Path(folder), **RUN, **output, **changes)).run()

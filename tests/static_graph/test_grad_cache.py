@@ -176,6 +176,8 @@ TOWERS = {
 }
 TEXT = InputSpec([-1, -1], "int64")
 COMPARED: dict[str, dict[str, Any]] = {
+    "chunks of one pair": {"chunk_size": 1},
+    "more than there is": {"chunk_size": 100},
     "micro-batches": {"batches": lambda step: [vectors(2 * step), vectors(2 * step + 1)]},
     "chunks of tokens": {
         "make": TextEncoder,

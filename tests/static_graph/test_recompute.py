@@ -11,7 +11,6 @@ import paddle
 import pytest
 
 from paddle_recompute._paddle import memory
-from paddle_recompute._paddle.static.training import in_program_order
 from paddle_recompute.recompute import recompute_wrapper
 from paddle_recompute.static_graph import mark_checkpoint, minimize
 from tests.ranks import run_ranks
@@ -135,9 +134,10 @@ def test_memory_falls_under_the_default_executor() -> None:
 Build = Callable[[], Any]
 FEEDS: dict[str, Any] = {}
 GRAPHS: list[Build] = []
+"""What tests/fuzz/static_programs.py does not draw."""
 
 
-def graph(times: int = 3, shape: Sequence[int] = (BATCH, HIDDEN), only_pir: bool = False) -> Any:
+def graph(times: int = 3, shape: Sequence[int] = (BATCH, HIDDEN)) -> Any:
     """What a function returns for the checkpoint before it is the next one, `times` times."""
 
     def register(block: Callable[[Any], Any]) -> Build:
@@ -151,8 +151,7 @@ def graph(times: int = 3, shape: Sequence[int] = (BATCH, HIDDEN), only_pir: bool
         if tuple(shape) != (BATCH, HIDDEN):
             fed = [BATCH if length < 0 else length for length in shape]
             FEEDS[block.__name__] = lambda random: {"x": random.randn(*fed).astype("float32")}
-        if not (IS_26 and only_pir):
-            GRAPHS.append(build)
+        GRAPHS.append(build)
         return build
 
     return register
@@ -166,17 +165,6 @@ def whole(build: Build) -> Build:
 
 def linear(x: Any) -> Any:
     return Linear(HIDDEN, HIDDEN)(x)
-
-
-@whole
-def attention_with_a_mask() -> Any:
-    """A mask that is computed once, before the first checkpoint, and used in every segment."""
-    x = data()
-    bias = (1.0 - paddle.cast(x[:, :1] > -0.5, "float32")) * -1e4
-    for _ in range(3):
-        scores = paddle.matmul(linear(x), x, transpose_y=True) + bias
-        x = mark(functional.dropout(paddle.matmul(functional.softmax(scores), x), 0.2) + x)
-    return x.square().mean()
 
 
 @graph(shape=(BATCH, 6, HIDDEN))
@@ -215,82 +203,12 @@ def branch_inside(x: Any) -> Any:
 
 
 @graph(2)
-def loop_inside(x: Any) -> Any:
-    hidden, count = functional.gelu(linear(x)), paddle.full([1], 0, "int64")
-    _, looped = paddle.static.nn.while_loop(
-        lambda i, h: i < 3, lambda i, h: [i + 1, paddle.tanh(h) * 1.5], [count, hidden]
-    )
-    return paddle.tanh(linear(looped)) + x
-
-
-@whole
-def frozen_parameters() -> Any:
-    x = data()
-    for index in range(4):
-        layer = Block()
-        for parameter in layer.parameters() if index in (0, 2) else ():
-            parameter.stop_gradient = True
-        x = mark(layer(x))
-    return x.square().mean()
-
-
-@whole
-def two_losses() -> Any:
-    trunk = mark(Block()(mark(Block()(data()))))
-    first = mark(Block()(trunk)).square().mean()
-    return first + 0.5 * mark(paddle.tanh(linear(trunk))).mean()
-
-
-@whole
-def skip_connections() -> Any:
-    """As in a U-Net: what an early segment returns is used by a late one."""
-    down = [data()]
-    for _ in range(3):
-        down.append(mark(functional.gelu(linear(down[-1]))))
-    up = down.pop()
-    while down:
-        up = mark(functional.gelu(Linear(2 * HIDDEN, HIDDEN)(paddle.concat([up, down.pop()], -1))))
-    return up.square().mean()
-
-
-@whole
-def changed_in_place() -> Any:
-    """A counter that is read by a segment, and counted up afterwards."""
-    x, one = data(), paddle.nn.initializer.Constant(1.0)
-    counter = paddle.create_parameter([1], "float32", "counter", default_initializer=one)
-    counter.stop_gradient = True
-    for _ in range(3):
-        x = mark(paddle.tanh(linear(x) * (counter + 0.5)))
-        paddle.increment(counter)
-    return x.square().mean()
-
-
-@graph(only_pir=True)
-def assigned_parts(x: Any) -> Any:
-    """What follows an assignment takes the variable from before it, whose memory has changed."""
-    hidden = functional.gelu(linear(x))
-    before = paddle.exp(hidden)
-    hidden[:, 0] = 0.5
-    hidden[:, 1:3] = hidden[:, 3:5] * 2
-    return functional.gelu(hidden) * hidden + paddle.tanh(before) * x
-
-
-@graph(2)
 def dropout_of_any_kind(x: Any) -> Any:
     for mode in ("upscale_in_train", "downscale_in_infer"):
         for training, p in ((True, 0.3), (False, 0.3), (True, 0.0), (True, 1.0)):
             hidden = functional.dropout(linear(x), p, training=training, mode=mode)
             x = mark(functional.gelu(hidden) + x)
     return paddle.tanh(x)
-
-
-@graph(2)
-def constants_and_integers(x: Any) -> Any:
-    positions = paddle.argsort(x, axis=-1)
-    causal = paddle.tril(paddle.ones([HIDDEN, HIDDEN]))
-    hidden = paddle.matmul(linear(x), causal)
-    picked = paddle.take_along_axis(hidden, positions, -1)
-    return paddle.tanh(paddle.where(paddle.logical_not(x > 0), picked, hidden * hidden)) + x
 
 
 @whole
@@ -322,23 +240,6 @@ def weight_arithmetic(x: Any) -> Any:
 @pytest.mark.parametrize("build", GRAPHS, ids=lambda build: build.__name__)
 def test_odd_graph(build: Build) -> None:
     assert_recompute_changes_nothing(build, feeds=FEEDS.get(build.__name__))
-
-
-def detached_and_assigned() -> Any:
-    x = data()
-    for _ in range(3):
-        hidden = functional.gelu(linear(x))
-        early = paddle.exp(hidden)
-        fixed = hidden.detach()
-        fixed[:, :2] = 0.1
-        x = mark(paddle.tanh(functional.gelu(hidden) * fixed) + paddle.tanh(early) * x)
-    return x.square().mean()
-
-
-@needs_pir
-def test_what_was_detached_is_changed() -> None:
-    with in_program_order():
-        assert_recompute_changes_nothing(detached_and_assigned)
 
 
 @needs_pir

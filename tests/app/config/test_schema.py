@@ -41,6 +41,10 @@ def faults(**sections: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+SPREAD = (
+    "launch.num_ranks=2; contrastive.chunk_size=2; "
+    "recompute.offload_parameters=ranks; recompute.num_shards=2"
+)
 FAULTS = {
     "model.num_heads=5": "must divide hidden_size = 312",
     "model.preset=huge": "must be 'tiny', 'base' or 'large'",
@@ -103,6 +107,38 @@ FAULTS = {
     "model.layer_norm_epsilon=0.1": "or equal to 0.001",
     "train.max_steps=null": "if num_epochs is not given",
     "data.max_query_tokens=3000": "must be at most model.max_position_embeddings = 2048",
+    "strategy.lamb=true; strategy.lars=true": "does not go with lamb: true",
+    "strategy.lamb=true; train.weight_decay=0.1": "set strategy.lamb_configs.lamb_weight_decay",
+    "strategy.lars_configs.epsilon=1e-8": "strategy.lars_configs: no effect with lars: false; set",
+    "strategy.amp=true; strategy.amp_configs.use_pure_bf16=true; "
+    "strategy.lamb=true": "does not go with amp_configs.level: O2",
+    "mode=static; train.compile=auto": "it is one Program as it is",
+    "train.compile=auto; strategy.amp=true; strategy.amp_configs.use_pure_fp16="
+    "true": "strategy.amp_configs.level: half-precision parameters were not tested",
+    "train.compile=auto; recompute.offload=host": "the executor of a Program owns",
+    "train.compile=auto; recompute.engine=fleet": "to_static drops fleet's recompute",
+    "train.compile=auto; recompute.num_shards=2; "
+    "recompute.offload_parameters=disk": "a Program holds all its parameters",
+    "train.compile=auto; recompute.memory_budget=1GiB; "
+    "recompute.policy=budget": "is measured in eager",
+    "recompute.num_shards=2; recompute.offload_parameters=disk; strategy.amp=true; "
+    "strategy.amp_configs.use_pure_fp16=true": "strategy.amp_configs.level: it casts parameters",
+    f"{SPREAD}; recompute.num_shards=1": "at least the number of ranks",
+    f"{SPREAD}; contrastive.chunk_size=null; contrastive.chunk_tokens=64": "set chunk_size",
+    f"{SPREAD}; mode=static": "recompute.offload_parameters: does not go with mode: static",
+    f"{SPREAD}; sync.mode=fleet": "does not go with recompute.offload_parameters: ranks",
+    f"{SPREAD}; strategy.sharding=true": "or is spread, too",
+    "contrastive.matryoshka_dims=[4, 8]": "must have model.hidden_size = 312 as its largest",
+    "contrastive.matryoshka_dims=[16, 16]": "must be different numbers",
+    "contrastive.matryoshka_dims=[]": "at least 1 item",
+    "contrastive.matryoshka_dims=[0, 312]": "contrastive.matryoshka_dims.0: greater than or equal",
+    "train.resume=true; train.overwrite=true": "does not go with resume: true",
+    "train.patience=2": "has no effect without eval_every; set it",
+    "train.best_metric=map": "has no effect without eval_every; set it",
+    "recompute.memory_budget=1GiB": "has no effect with policy: all",
+    "train.on_oom=replan": "set recompute.policy: budget",
+    "mode=static; recompute.memory_budget=1GiB; recompute.policy=budget; "
+    "train.on_oom=replan": "may have updated some of the par",
     "launch.num_ranks=3": "contrastive.global_batch: must be a multiple of "
     "launch.num_ranks * launch.num_nodes * k_steps = 3 * 1 * 1 = 3; the nearest are 6 and 9",
     "launch.num_ranks=8; contrastive.negatives=local": "contrastive.global_batch: at least 16",
@@ -121,7 +157,7 @@ def test_fault(given: str, tmp_path: Path) -> None:
         load_config(file, overrides)
     _, message = str(caught.value).split("\n  - ")
     *path, words = FAULTS[given].split(": ", 1) if ": " in FAULTS[given] else (FAULTS[given],)
-    is_named = path and re.fullmatch(r"[a-z_.]+\.[a-z_]+", path[0])
+    is_named = path and re.fullmatch(r"[a-z_.]+\.[a-z_\d]+", path[0])
     blamed = path[0] if is_named else overrides[-1].partition("=")[0]
     assert message.startswith((f"{blamed}: ", f"{blamed} ("))
     assert (words if is_named else FAULTS[given]) in message

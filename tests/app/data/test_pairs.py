@@ -1,4 +1,7 @@
-"""Reading pairs: what goes in comes out, and every way a line can be wrong has its own words."""
+"""Reading pairs: what goes in comes out, and every way a line can be wrong has its own words.
+
+TSV, blank lines and ends of lines: tests/fuzz/test_what_readers_read.py.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,6 @@ from paddle_recompute.errors import DataError
 # Any text that JSON and UTF-8 can hold; what is around it in whitespace is not part of it.
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).map(str.strip).filter(bool)
 pair = st.builds(Pair, text, text, st.lists(text, max_size=3).map(tuple))
-without_tabs = text.filter(lambda value: not set(value) & set("\t\r\n\0"))
-tsv_pair = st.builds(
-    Pair, without_tabs, without_tabs, st.lists(without_tabs, max_size=3).map(tuple)
-)
-
-
-def allowed(pairs: st.SearchStrategy[Pair]) -> st.SearchStrategy[Pair]:
-    return pairs.filter(lambda one: one.positive not in one.negatives)
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:
@@ -34,7 +29,11 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
     return path
 
 
-@given(pairs=st.lists(allowed(pair), min_size=1), packed=st.booleans(), marked=st.booleans())
+@given(
+    pairs=st.lists(pair.filter(lambda one: one.positive not in one.negatives), min_size=1),
+    packed=st.booleans(),
+    marked=st.booleans(),
+)
 def test_jsonl_round_trip(
     tmp_path_factory: pytest.TempPathFactory, pairs: list[Pair], packed: bool, marked: bool
 ) -> None:
@@ -52,42 +51,12 @@ def test_jsonl_round_trip(
     assert found.skipped == []
 
 
-@given(
-    pairs=st.lists(allowed(tsv_pair), min_size=1),
-    packed=st.booleans(),
-    marked=st.booleans(),
-    header=st.sampled_from(["", "query\tpositive", "query\tpositive\tnegative\tnegative"]),
-    end=st.sampled_from(["\n", "\r\n"]),
-)
-def test_tsv_round_trip(
-    tmp_path_factory: pytest.TempPathFactory,
-    pairs: list[Pair],
-    packed: bool,
-    marked: bool,
-    header: str,
-    end: str,
-) -> None:
-    lines = ["\t".join((one.query, one.positive, *one.negatives)) for one in pairs]
-    content = "\ufeff" * marked + end.join([header, *lines]) + end
-    name = "pairs.tsv.gz" if packed else "pairs.tsv"
-    found = read_pairs(write(tmp_path_factory.mktemp("round"), name, content))
-    assert found.pairs == pairs
-    assert found.skipped == []
-
-
 def test_what_is_a_header_and_what_is_data(tmp_path: Path) -> None:
     for first in ("query\tanswer", "Query\tPositive", "query\tpositive\tother"):
         found = read_pairs(write(tmp_path, "pairs.tsv", f"{first}\n猫\tcat\n"))
         assert len(found.pairs) == 2
     found = read_pairs(write(tmp_path, "pairs.tsv", "猫\tcat\nquery\tpositive\n"))
     assert found.pairs[1] == Pair("query", "positive")
-
-
-def test_last_line_needs_no_end_and_blank_lines_are_no_data(tmp_path: Path) -> None:
-    tsv = read_pairs(write(tmp_path, "pairs.tsv", "\n猫\tcat\n  \n\r\n狗\tdog"))
-    jsonl = '\n{"query": "猫", "positive": "cat"}\n \t\n{"query": "狗", "positive": "dog"}'
-    assert tsv.pairs == read_pairs(write(tmp_path, "pairs.jsonl", jsonl)).pairs
-    assert tsv.pairs == [Pair("猫", "cat"), Pair("狗", "dog")]
 
 
 BAD_TSV = {

@@ -37,12 +37,6 @@ def encoder(run: Path) -> TrainedEncoder:
     return load_encoder(run)
 
 
-def test_batches_of_no_text_are_refused(encoder: TrainedEncoder, tmp_path: Path) -> None:
-    (tmp_path / "texts.txt").write_text("dog\n")
-    with pytest.raises(DataError, match="batch_size"):
-        encode_file(encoder, tmp_path / "texts.txt", tmp_path / "pool.npy", batch_size=0)
-
-
 @pytest.fixture(autouse=True)
 def small_lots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_module, "_BATCHES_PER_BLOCK", LOT // BATCH)

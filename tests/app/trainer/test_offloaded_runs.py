@@ -140,10 +140,11 @@ TRAIN = """
 import sys
 from paddle_recompute import Trainer, load_config
 from paddle_recompute.app.launch import prepare_rank
+from tests.app.trainer.test_trainer import unmeasured
 
 prepare_rank()
 for file in sys.argv[1:]:
-    Trainer(load_config(file)).run()
+    unmeasured(Trainer(load_config(file)).run)()
 """
 
 

@@ -311,15 +311,15 @@ def test_a_run_is_resumed_in_the_other_mode(tmp_path: Path, way: str, first: str
 STEPS_ON_RANKS = 3
 
 ON_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("plain", {}),
     "learned": ("learned temperature", {"contrastive__chunk_tokens": 30}),
-    "learned Program": ("learned temperature", {"mode": "static"}),
     "Program in chunks": ("tiles", {"mode": "static", "contrastive__chunk_tokens": 30}),
     "hard in chunks": ("hard negatives", {"contrastive__chunk_size": 3, "contrastive__tile": 5}),
     "no duplicates": ("no duplicates", {}),
 }
 REST_ON_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("plain", {}),
     "plain Program": ("plain", {"mode": "static"}),
+    "learned Program": ("learned temperature", {"mode": "static"}),
     "hard": ("hard negatives", {}),
     "hard Program": ("hard negatives", {"mode": "static"}),
     "no duplicates Program": ("no duplicates", {"mode": "static"}),

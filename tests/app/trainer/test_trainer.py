@@ -46,8 +46,13 @@ from tests.distributed.mortal_ranks import results_of
 from tests.ranks import run_ranks
 from tests.train_step.half_precision import pretended_gpu, rounded
 
-unmeasured = mock.patch.object(chunk_search, "measure_step", lambda *_: 1)
-"""For runs on ranks, which conftest.py does not reach: memory is not what they are about."""
+
+def unmeasured(train: Any) -> Any:
+    """For runs on ranks, which conftest.py does not reach: without memory and report, as there."""
+    train = mock.patch.object(chunk_search, "measure_step", lambda *_: 1)(train)
+    return mock.patch.object(trainer_module, "write_report", lambda *_, **__: None)(train)
+
+
 NUM_PAIRS = 76  # 20 of them held out: 56 for training, 7 steps of 8 in an epoch
 
 
