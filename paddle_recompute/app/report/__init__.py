@@ -11,7 +11,7 @@ from paddle_recompute.app.report._lines import (
     read_metrics,
     read_records,
 )
-from paddle_recompute.app.report._page import Page, Part
+from paddle_recompute.app.report._page import write_page
 from paddle_recompute.app.report._results import retrieval_table
 from paddle_recompute.app.report._written import (
     follow_report,
@@ -21,8 +21,6 @@ from paddle_recompute.app.report._written import (
 
 __all__ = [
     "Journal",
-    "Page",
-    "Part",
     "append_record",
     "flat",
     "follow_report",
@@ -32,5 +30,6 @@ __all__ = [
     "require_bokeh",
     "retrieval_table",
     "timeline_chart",
+    "write_page",
     "write_report",
 ]

@@ -14,7 +14,6 @@ if TYPE_CHECKING:  # the import of Bokeh takes a second, at the end of a run
     from bokeh.models.renderers import GlyphRenderer
     from bokeh.plotting import figure
 
-INK, QUIET, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 COLORS = ("#0f766e", "#d97706", "#2563eb", "#be185d", "#65a30d", "#7c3aed", "#57534e", "#06b6d4")
 MIB = 2**20
 HEIGHT, ROW = 280, 24
@@ -69,7 +68,9 @@ def chart(
         x_range=DataRange1d() if beside is None else beside.x_range,
         y_range=DataRange1d(start=0) if from_zero else DataRange1d(),
     )
-    drawn: dict[str, list[GlyphRenderer[Any]]] = {}
+    names = list(dict.fromkeys(curve.name for curve in curves))
+    if len(names) > 1:
+        add_legend(plot, names)
     for number, curve in enumerate(curves):
         color = COLORS[number % len(COLORS)]
         data = {
@@ -78,24 +79,22 @@ def chart(
             "label": list(curve.labels) or [""] * len(curve.x),
             "curve": [curve.name] * len(curve.x),
         }
+        style: dict[str, Any] = {"source": data, "color": color}
+        if len(names) > 1:
+            style["legend_label"] = curve.name
         dash = "dashed" if curve.dashed else "solid"
-        glyphs: list[GlyphRenderer[Any]] = [
-            plot.line("x", "y", source=data, line_width=2, color=color, line_dash=dash)
-        ]
+        glyph: GlyphRenderer[Any] = plot.line("x", "y", line_width=2, line_dash=dash, **style)
         if not curve.dashed and len(curve.x) <= MOST_MARKED:
-            glyphs.append(plot.scatter("x", "y", source=data, size=6, color=color))
-        plot.add_tools(_hover(glyphs[-1], x_label, y_label, bool(curve.labels), len(curves) > 1))
-        drawn.setdefault(curve.name, []).extend(glyphs)
-    if len(drawn) > 1:
-        add_legend(plot, drawn)
+            glyph = plot.scatter("x", "y", size=6, **style)
+        plot.add_tools(_hover(glyph, x_label, y_label, bool(curve.labels), len(curves) > 1))
     return plot
 
 
 def plain_figure(*, x_label: str, height: int = HEIGHT, **more: Any) -> figure:
-    """An empty chart that zooms: light lines behind the data, no box around it."""
+    """An empty chart that zooms; ``theme.yaml`` says how it looks."""
     from bokeh.plotting import figure
 
-    plot = figure(
+    return figure(
         height=height,
         sizing_mode="stretch_width",
         tools="box_zoom,pan,wheel_zoom,reset,save",
@@ -104,28 +103,19 @@ def plain_figure(*, x_label: str, height: int = HEIGHT, **more: Any) -> figure:
         x_axis_label=x_label,
         **more,
     )
-    plot.background_fill_color = plot.border_fill_color = plot.outline_line_color = None
-    plot.grid.grid_line_color = GRID
-    plot.axis.axis_line_color = plot.axis.major_tick_line_color = QUIET
-    plot.axis.minor_tick_line_color = None
-    plot.axis.axis_label_text_color = plot.axis.major_label_text_color = INK
-    plot.axis.axis_label_text_font_style = "normal"
-    plot.toolbar.logo = None
-    return plot
 
 
-def add_legend(plot: figure, glyphs: Mapping[str, Sequence[GlyphRenderer[Any]]]) -> None:
-    """Put a legend under `plot`, in one row if that fits on a phone. A click hides `glyphs`."""
-    from bokeh.models.annotations import Legend, LegendItem
+def add_legend(plot: figure, names: Sequence[str]) -> None:
+    """Put a legend under `plot`, in one row if `names` fit on a phone.
 
-    items = [LegendItem(label=name, renderers=list(own)) for name, own in glyphs.items()]
-    fits_in_a_row = sum(len(name) + 4 for name in glyphs) < CHARACTERS_OF_A_ROW
-    legend = Legend(items=items, click_policy="hide", spacing=12 if fits_in_a_row else 0)
-    legend.orientation = "horizontal" if fits_in_a_row else "vertical"
-    plot.height = (plot.height or HEIGHT) + ROW * (1 if fits_in_a_row else len(items))
-    legend.location = "left"
-    legend.border_line_color = legend.background_fill_color = None
-    legend.label_text_color = INK
+    It has what is drawn with a ``legend_label``; a click hides it.
+    """
+    from bokeh.models.annotations import Legend
+
+    fits_in_a_row = sum(len(name) + 4 for name in names) < CHARACTERS_OF_A_ROW
+    plot.height = (plot.height or HEIGHT) + ROW * (1 if fits_in_a_row else len(names))
+    legend = Legend(orientation="horizontal" if fits_in_a_row else "vertical")
+    legend.spacing = 12 if fits_in_a_row else 0
     plot.add_layout(legend, "below")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paddle_recompute.app.report._charts import MIB, Curve, chart, level_curves
 from paddle_recompute.app.report._files import RunFiles
-from paddle_recompute.app.report._page import Part
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure
 
 _TITLES = {
     "loss": "Loss",
@@ -23,8 +25,10 @@ _FROM_ZERO = ("loss", "lr", "examples_per_second", "peak_bytes")
 _NOT_DRAWN = ("step", "epoch", "valid.queries", "valid.pool_size")
 
 
-def curves_of(runs: Sequence[RunFiles]) -> list[Part]:
-    """A part for each figure in the metrics; of a single run, figures of one kind share a part."""
+def curves_of(runs: Sequence[RunFiles]) -> dict[str, figure]:
+    """A chart for each figure in the metrics, by its title; of a single run, figures of one kind
+    share a chart.
+    """
     groups: dict[str, list[str]] = {title: [] for title in _TITLES.values()}
     for name in dict.fromkeys(name for run in runs for one in run.metrics for name in one):
         if name not in _NOT_DRAWN and any(_points(run, name)[0] for run in runs):
@@ -32,7 +36,7 @@ def curves_of(runs: Sequence[RunFiles]) -> list[Part]:
             if len(runs) > 1 and name not in _TITLES and title != name:
                 title += f": {name.removeprefix('valid.')}"
             groups.setdefault(title, []).append(name)
-    parts: list[Part] = []
+    charts: dict[str, figure] = {}
     for title, names in groups.items():
         curves = [
             Curve(_label(run, name, len(runs), len(names)), *_points(run, name))
@@ -41,14 +45,13 @@ def curves_of(runs: Sequence[RunFiles]) -> list[Part]:
         ]
         curves = [curve for curve in curves if curve.x]
         if curves:
-            plot = chart(
+            charts[title] = chart(
                 curves + (_levels(runs, curves) if names == ["peak_bytes"] else []),
                 x_label="step",
                 from_zero=names[0] in _FROM_ZERO,
-                beside=parts[0].chart if parts else None,
+                beside=next(iter(charts.values()), None),
             )
-            parts.append(Part(title, chart=plot))
-    return parts
+    return charts
 
 
 def _title(name: str) -> str:

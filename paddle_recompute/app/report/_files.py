@@ -88,6 +88,16 @@ class RunFiles:
         return next((one for one in reversed(self.events) if one["event"] == event), {})
 
     @property
+    def state(self) -> str:
+        """How the run stands, in a few words."""
+        if self.is_running:
+            return "running"
+        if self.record:
+            return "finished"
+        why = self.last("end").get("why")
+        return f"ended: {why}" if why and why != "finished" else "ended before its last step"
+
+    @property
     def seconds(self) -> float | None:
         """How long the sessions took; None: not recorded.
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.report._charts import COLORS, add_legend, plain_figure
-from paddle_recompute.app.report._files import RunFiles
-from paddle_recompute.app.report._page import Part
 
 if TYPE_CHECKING:
     from bokeh.models.renderers import GlyphRenderer
@@ -23,10 +21,6 @@ _KINDS = {
 }
 _ROW, _AROUND = 26, 130
 """Pixels of a row, and of the axis and the buttons."""
-_NOTE = (
-    "A bucket is a group of gradients that travel together. A bucket waits for the other ranks and "
-    "for the buckets before it. Sums that end before the backward does cost no time of their own."
-)
 
 
 class _Bar(NamedTuple):
@@ -37,36 +31,13 @@ class _Bar(NamedTuple):
     what: str
 
 
-def lanes_of(run: RunFiles) -> Iterator[Part]:
-    """The step that the last start has noted; nothing if it has noted none."""
-    noted = run.last("lanes")
-    if not noted:
-        return
-    lanes = noted["ranks"]
-    ranks = run.start.get("ranks", len(lanes))
-    shown = "" if ranks == len(lanes) else f"The first {len(lanes)} of {ranks} ranks. "
-    yield Part(
-        f"Step {noted['step']:,} on each rank",
-        chart=_chart(lanes),
-        head=("", *_HEAD),
-        rows=[(f"rank {number}", *_row(lane)) for number, lane in enumerate(lanes)],
-        numbers=range(1, len(_HEAD) + 1),
-        note=shown + _NOTE,
-        is_wide=True,
-        is_stacked=True,
-    )
-
-
-_HEAD = ("step, ms", "until the backward ended", "sums", "of these under the backward", "wait")
-
-
-def _row(lane: dict[str, Any]) -> tuple[str, ...]:
-    end = lane["backward_ended"]
+def row_of(number: int, lane: dict[str, Any]) -> tuple[str, ...]:
+    """The rank, and its step, backward, sums, of these under the backward, and wait, in ms."""
+    first, end = lane["began"], lane["backward_ended"]
     sums = sum(ended - started for _, _, started, ended in lane["buckets"])
     under_it = sum(max(0, min(e, end) - s) for _, _, s, e in lane["buckets"])
-    times = (lane["ended"], end, sums, under_it, lane["synchronized"] - end)
-    first = lane["began"]
-    return tuple(f"{time:.1f}" for time in (times[0] - first, times[1] - first, *times[2:]))
+    times = (lane["ended"] - first, end - first, sums, under_it, lane["synchronized"] - end)
+    return (f"rank {number}", *(f"{time:.1f}" for time in times))
 
 
 def _bars(number: int, lane: dict[str, Any]) -> Iterator[_Bar]:
@@ -80,7 +51,8 @@ def _bars(number: int, lane: dict[str, Any]) -> Iterator[_Bar]:
         yield _Bar(sends, "bucket is summed", started, ended, what)
 
 
-def _chart(lanes: Sequence[dict[str, Any]]) -> figure:
+def lanes_chart(lanes: Sequence[dict[str, Any]]) -> figure:
+    """What each rank did over the time of the step."""
     from bokeh.models import FactorRange, HoverTool
 
     bars = [bar for number, lane in enumerate(lanes) for bar in _bars(number, lane)]
@@ -88,7 +60,7 @@ def _chart(lanes: Sequence[dict[str, Any]]) -> figure:
     plot = plain_figure(
         x_label="ms", y_range=FactorRange(factors=rows[::-1]), height=_AROUND + _ROW * len(rows)
     )
-    drawn: dict[str, list[GlyphRenderer[Any]]] = {}
+    add_legend(plot, list(dict.fromkeys(bar.kind for bar in bars)))
     for kind, color in _KINDS.items():
         own = [bar for bar in bars if bar.kind == kind]
         if not own:
@@ -105,9 +77,8 @@ def _chart(lanes: Sequence[dict[str, Any]]) -> figure:
             color=color,
             line_color="white",
             line_width=0 if is_wait else 0.5,
+            legend_label=kind,
         )
         tips = [("", "@what"), (kind, "@took{0.0} ms"), ("from", "@left{0.0} ms")]
         plot.add_tools(HoverTool(renderers=[glyph], tooltips=tips, visible=False))
-        drawn[kind] = [glyph]
-    add_legend(plot, drawn)
     return plot

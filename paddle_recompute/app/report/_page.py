@@ -1,107 +1,94 @@
-"""A page that stands alone: text, tables and charts, with all that they need inside."""
+"""A page that stands alone: text, tables and charts, with all that they need inside.
+
+What a page says is in its template: ``run.html``, ``comparison.html``, ``memory.html``. They fill in
+``page.html`` with the pieces of ``parts.html``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment
 from markupsafe import Markup
 
-from paddle_recompute._files import writing, written_whole
+from paddle_recompute._files import write_text
+from paddle_recompute._paddle.memory import format_bytes
+from paddle_recompute.app.report._files import flat
+from paddle_recompute.app.templates import render
 
 if TYPE_CHECKING:
-    from bokeh.model import Model
     from bokeh.plotting import figure
 
-_TEMPLATE = Path(__file__).with_name("page.html")
+_HERE = Path(__file__).parent
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of a page; what is empty is left out.
+def write_page(
+    path: Path,
+    template: str,
+    charts: Mapping[str, figure],
+    *,
+    reload_seconds: int | None = None,
+    **values: Any,
+) -> None:
+    """Write a page, whole or not at all.
 
-    Attributes:
-        title: Its heading.
-        chart: Stands first.
-        head: The heads of the columns.
-        rows: The cells.
-        numbers: The columns that hold numbers.
-        text: In a fixed-width font.
-        note: Sentences below, a line for each.
-        is_wide: Whether it takes the whole width.
-        is_folded: Whether a click opens it.
-        is_stacked: Whether the cells of a row stand one under the other on a phone.
+    Args:
+        path: The file. With charts it has 1.3 MB, most of them the library that draws.
+        template: The file of its words.
+        charts: By the names that the template has for them.
+        reload_seconds: After these, a browser loads the page again; None: it does not.
+        **values: What the template shows; ``title`` in each.
+
+    Raises:
+        OutputError: It cannot be written.
     """
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+    from bokeh.themes import Theme
 
-    title: str
-    chart: figure | None = None
-    head: Sequence[str] = ()
-    rows: Sequence[Sequence[Any]] = ()
-    numbers: Sequence[int] = ()
-    text: str = ""
-    note: str = ""
-    is_wide: bool = False
-    is_folded: bool = False
-    is_stacked: bool = False
+    script, drawn, library = "", dict[str, str](), ""
+    if charts:
+        theme = Theme(filename=str(_HERE / "theme.yaml"))
+        script, drawn = components(dict(charts), wrap_script=False, theme=theme)
+        library = Resources(mode="inline", components=["bokeh"]).render_js()
+    text = render(
+        _HERE / template,
+        charts={name: Markup(div) for name, div in drawn.items()},
+        library=Markup(library),
+        script=Markup(script),
+        reload_seconds=reload_seconds,
+        flat=flat,
+        shown=shown,
+        duration=duration,
+        clock=_clock,
+        **values,
+    )
+    write_text(path, text, "free the disk, or name another file")
 
-    @property
-    def tag(self) -> str:
-        return "details" if self.is_folded else "section"
 
-    def kind(self, column: int) -> str:
-        return "number" if column in self.numbers else ""
+def duration(seconds: float | None) -> str:
+    """``2 h 5 min``, ``3 min 12 s``, ``40 s``; a dash for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-@dataclass(frozen=True)
-class Page:
-    """A page.
+def shown(value: Any, name: str = "") -> str:
+    """A setting as YAML has it; bytes with their unit, where the name says that they are some."""
+    if name.endswith(("_bytes", "memory_budget")) and isinstance(value, int):
+        return format_bytes(value)
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
 
-    Attributes:
-        title: Its heading.
-        subtitle: A line below.
-        tiles: (value, words) of the most important figures.
-        parts: In order.
-    """
 
-    title: str
-    subtitle: str
-    tiles: Sequence[tuple[str, str]] = ()
-    parts: Sequence[Part] = field(default_factory=tuple)
-
-    def write(self, path: Path, *, reload_seconds: int | None = None) -> None:
-        """Write the page, whole or not at all.
-
-        Args:
-            path: The file. With charts it has 1.3 MB, most of them the library that draws.
-            reload_seconds: After these, a browser loads the page again; None: it does not.
-
-        Raises:
-            OutputError: It cannot be written.
-        """
-        from bokeh.embed import components
-        from bokeh.resources import Resources
-
-        drawn: dict[str, Model] = {
-            str(number): part.chart for number, part in enumerate(self.parts) if part.chart
-        }
-        script, charts = components(drawn, wrap_script=False) if drawn else ("", {})
-        library = Resources(mode="inline", components=["bokeh"]).render_js() if drawn else ""
-        page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        text = page.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-            title=self.title,
-            subtitle=self.subtitle,
-            tiles=self.tiles,
-            parts=self.parts,
-            reload_seconds=reload_seconds,
-            charts={int(number): Markup(div) for number, div in charts.items()},
-            library=Markup(library),
-            script=Markup(script),
-        )
-        with (
-            writing(path, "free the disk, or name another file"),
-            written_whole(path) as unfinished,
-        ):
-            unfinished.write_text(text, encoding="utf-8")
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))

@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import io
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ import numpy as np
 import paddle.distributed as dist
 from numpy.typing import NDArray
 
-from paddle_recompute._files import read_json, writing, written_whole
+from paddle_recompute._files import read_json, write_json, writing, written_whole
 from paddle_recompute.app.data import parsed
 from paddle_recompute.app.retrieval.trained import (
     Side,
@@ -301,9 +300,3 @@ def one_line(text: str) -> str:
 def beside(path: Path, suffix: str) -> Path:
     """The file of this name with a suffix behind it."""
     return path.with_name(path.name + suffix)
-
-
-def write_json(path: Path, tree: dict[str, Any]) -> None:
-    """Write a record, whole or not at all."""
-    with written_whole(path) as unfinished:
-        unfinished.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

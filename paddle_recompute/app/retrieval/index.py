@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_recompute._files import read_json, writing, written_whole
-from paddle_recompute.app.retrieval.encoding import beside, one_line, write_json
+from paddle_recompute._files import read_json, write_json, write_text, writing, written_whole
+from paddle_recompute.app.retrieval.encoding import beside, one_line
 from paddle_recompute.app.retrieval.nearest import top_of_tiles
 from paddle_recompute.app.retrieval.trained import (
     Side,
@@ -176,9 +176,7 @@ class Index:
             beside(path, ".json").unlink(missing_ok=True)  # that of another index
             with written_whole(path) as unfinished:
                 np.save(unfinished, self._vectors)
-            with written_whole(beside(path, ".txt")) as unfinished:
-                lines = "".join(f"{text}\n" for text in self._texts)
-                unfinished.write_bytes(lines.encode())
+            write_text(beside(path, ".txt"), "".join(f"{text}\n" for text in self._texts))
             write_json(beside(path, ".json"), self.record)
 
     @property

@@ -7,7 +7,7 @@
 """
 
 from paddle_recompute.app.trainer.loop import Callback, Run, batches_of
-from paddle_recompute.app.trainer.memory_report import MemoryReport, memory_report
+from paddle_recompute.app.trainer.memory_report import memory_report
 from paddle_recompute.app.trainer.objective import Chunks, Objective
 from paddle_recompute.app.trainer.replanning import step_seed
 from paddle_recompute.app.trainer.setup import (
@@ -21,7 +21,6 @@ from paddle_recompute.app.trainer.trainer import Trainer, total_steps
 __all__ = [
     "Callback",
     "Chunks",
-    "MemoryReport",
     "Objective",
     "Run",
     "Trainer",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paddle_recompute._files import read_json, writing, written_whole
+from paddle_recompute._files import read_json, write_text
 from paddle_recompute._run_folder import CHECKPOINTS, PLAN
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.trainer.memory import (
@@ -134,10 +134,8 @@ def _fits(config: Config, state: dict[str, Any]) -> bool:
 def write_smaller_plan(config: Config, plan: RecomputePlan) -> Path:
     """Write the plan that the next start takes (`earlier_plan`); returns the file."""
     path = _smaller_plan_file(config)
-    path.parent.mkdir(parents=True, exist_ok=True)
     saved = {"world_size": config.world_size, "config": config.to_dict(), "plan": plan.to_dict()}
-    with writing(path), written_whole(path, alone=True) as unfinished:
-        unfinished.write_text(json.dumps(saved) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(saved) + "\n", alone=True)
     return path
 
 

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from paddle_recompute._files import writing, written_whole
+from paddle_recompute._files import write_text
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute._run_folder import METRICS
 from paddle_recompute.app.report import append_record, line_of, read_metrics
@@ -43,8 +43,7 @@ class Recorder(Callback):
 def keep_until(step: int, path: Path) -> None:
     """Drop the records of later steps; the file at `path` is complete at every moment."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
-    with writing(path), written_whole(path, alone=True) as unfinished:
-        unfinished.write_text("".join(map(line_of, kept)), encoding="utf-8")
+    write_text(path, "".join(map(line_of, kept)), alone=True)
 
 
 class Progress:
