@@ -23,25 +23,21 @@ class Journal:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._waiting: list[dict[str, Any]] = []
-        self._is_open = False
+        self._waiting: list[dict[str, Any]] | None = []
 
     def note(self, event: str, **fields: Any) -> None:
         """Append a record. Before `open` it waits: the folder may still be another run's."""
-        if self._path is not None:
-            self._waiting.append({"time": round(time.time(), 3), "event": event, **fields})
-        self._write()
+        record = {"time": round(time.time(), 3), "event": event, **fields}
+        if self._waiting is not None:
+            self._waiting.append(record)
+        elif self._path is not None:
+            append_record(self._path, record)
 
     def open(self) -> None:
         """From now on records are written at once, and first those that wait."""
-        self._is_open = True
-        self._write()
-
-    def _write(self) -> None:
-        if self._is_open and self._path is not None:
-            waiting, self._waiting = self._waiting, []
-            for record in waiting:
-                append_record(self._path, record)
+        waiting, self._waiting = self._waiting or [], None
+        for record in waiting if self._path is not None else ():
+            append_record(self._path, record)
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:

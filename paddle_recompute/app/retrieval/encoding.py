@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -88,16 +89,14 @@ def encode_file(
     check_count("batch_size", batch_size)
     longest = encoder.longest(side, max_tokens)
 
-    def encoded(block: list[str], counts: dict[str, Any]) -> NDArray[np.float32]:
-        return encode_texts(
-            encoder,
-            block,
-            side=side,
-            max_tokens=longest,
-            batch_size=batch_size,
-            counts=counts,
-            over_ranks=over_ranks,
-        )
+    encoded = partial(
+        encode_texts,
+        encoder,
+        side=side,
+        max_tokens=longest,
+        batch_size=batch_size,
+        over_ranks=over_ranks,
+    )
 
     def blocks(texts: Iterator[str], done: int) -> Iterator[list[str]]:
         texts = itertools.islice(texts, done, None)
@@ -107,7 +106,7 @@ def encode_file(
     record: dict[str, Any] = {}
     if over_ranks and is_distributed() and dist.get_rank():
         for block in blocks(texts_of(text_file), _of_rank_0(record, over_ranks)["done"]):
-            encoded(block, {})
+            encoded(block)
         return _of_rank_0(record, over_ranks)
 
     copy, described = beside(output, ".txt"), beside(output, ".json")
@@ -140,7 +139,7 @@ def encode_file(
             progress(resumed_at, num_texts)
         lines = held.enter_context(copy.open(encoding="utf-8", newline="\n"))
         for block in blocks(map(str.strip, lines), resumed_at):
-            vectors = encoded(block, record)
+            vectors = encoded(block, counts=record)
             if not record["done"]:
                 record["dim"] = vectors.shape[1]
                 write_json(described, record)  # before there is a byte that it describes

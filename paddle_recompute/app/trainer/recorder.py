@@ -62,21 +62,22 @@ class Progress:
         self._stream = stream or sys.stderr
         self._total = total
         self._plain = enabled and not self._stream.isatty()
-        self._bar: tqdm[Any] | None = None
-        if enabled and not self._plain:
-            self._bar = tqdm(
-                total=total, initial=done, desc="train", unit="step", file=self._stream
-            )
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            desc="train",
+            unit="step",
+            file=self._stream,
+            disable=self._plain or not enabled,
+        )
 
     def close(self) -> None:
         """End the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def advance(self) -> None:
         """Count one step."""
-        if self._bar is not None:
-            self._bar.update()
+        self._bar.update()
 
     def show(self, record: dict[str, Any]) -> None:
         """Show the figures of a record: loss, examples per second, peak memory."""
@@ -89,8 +90,7 @@ class Progress:
         for name, value in record.get("valid", {}).items():
             if name in ("recall@1", "mrr"):
                 figures[name] = f"{value:.4f}"
-        if self._bar is not None:
-            self._bar.set_postfix(figures)
-        elif self._plain:
+        self._bar.set_postfix(figures)
+        if self._plain:
             shown = "  ".join(f"{name} {value}" for name, value in figures.items())
             print(f"step {record['step']}/{self._total}  {shown}", file=self._stream, flush=True)
