@@ -11,10 +11,8 @@ from pathlib import Path
 from jinja2 import TemplateError
 
 from paddle_recompute._run_folder import EVENTS, METRICS, RECORD, REPORT, is_held
-from paddle_recompute.app.report._comparison import comparison_page
 from paddle_recompute.app.report._files import RunFiles
-from paddle_recompute.app.report._page import write_page
-from paddle_recompute.app.report._run_page import run_page
+from paddle_recompute.app.report._pages import comparison_page, run_page, write_page
 from paddle_recompute.errors import DependencyError, OutputError, PaddleRecomputeError
 
 COMPARISON = "comparison.html"

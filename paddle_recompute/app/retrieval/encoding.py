@@ -24,7 +24,6 @@ from typing import IO, Any
 
 import numpy as np
 import paddle.distributed as dist
-from numpy.typing import NDArray
 
 from paddle_recompute._files import read_json, write_json, writing, written_whole
 from paddle_recompute.app.data import parsed

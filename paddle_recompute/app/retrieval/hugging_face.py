@@ -51,7 +51,9 @@ def write_hugging_face(encoder: TrainedEncoder, folder: str | Path) -> None:
             **{key: token for key, token in _SPECIAL.items() if token in known},
         }
         write_json(new / "tokenizer_config.json", tokenizer)
-        write_json(new / "sentence_bert_config.json", {"max_seq_length": encoder.longest("document")})
+        write_json(
+            new / "sentence_bert_config.json", {"max_seq_length": encoder.longest("document")}
+        )
         modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
         is_first = config.pooling == "cls"
         pooling = {

@@ -15,9 +15,8 @@ from paddle_recompute._files import read_json, write_text
 from paddle_recompute._run_folder import BEST, CHECKPOINTS, RECORD
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.report import flat
-from paddle_recompute.app.trainer.early_stopping import Best
-from paddle_recompute.app.trainer.loop import Callback, Run
-from paddle_recompute.app.trainer.objective import Chunks
+from paddle_recompute.app.trainer.loop import Best, Callback, Run
+from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.checkpoint import (
     Checkpoint,
     NoCheckpointError,

@@ -14,7 +14,7 @@ from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.report import require_bokeh, timeline_chart, write_page
 from paddle_recompute.app.trainer.memory import job_of
-from paddle_recompute.app.trainer.objective import Chunks
+from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.planner import (
     PLAIN,
     WHOLE,

@@ -19,7 +19,7 @@ from paddle_recompute.app.report import (
     retrieval_table,
     write_report,
 )
-from paddle_recompute.app.report._curves import curves_of
+from paddle_recompute.app.report._charts import curves_of
 from paddle_recompute.app.report._files import RunFiles
 from paddle_recompute.errors import DependencyError, OutputError
 from tests.app.report.folders import CONFIG, EVENTS, LANES, METRICS, RECORD, write_run
