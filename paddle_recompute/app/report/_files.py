@@ -41,8 +41,9 @@ class Journal:
     def open(self) -> None:
         """From now on records are written at once, and first those that wait."""
         waiting, self._waiting = self._waiting or [], None
-        for record in waiting if self._path is not None else ():
-            append_record(self._path, record)
+        for record in waiting:
+            if self._path is not None:
+                append_record(self._path, record)
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
