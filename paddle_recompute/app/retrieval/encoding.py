@@ -105,7 +105,7 @@ def encode_file(
     record: dict[str, Any] = {}
     if over_ranks and is_distributed() and dist.get_rank():
         for block in blocks(texts_of(text_file), _of_rank_0(record, over_ranks)["done"]):
-            encoded(block)
+            encoded(block, counts={})  # the ranks count together
         return _of_rank_0(record, over_ranks)
 
     copy, described = beside(output, ".txt"), beside(output, ".json")
