@@ -53,7 +53,8 @@ setup(
         "paddle_recompute": ["py.typed"],
         "paddle_recompute.app.cli": ["*.j2"],
         "paddle_recompute.app.fleet_configs": ["*.yaml"],
-        "paddle_recompute.app.report": ["page.html"],
+        "paddle_recompute.app.parity": ["*.j2"],
+        "paddle_recompute.app.report": ["*.html", "theme.yaml"],
     },
     # An editable install is a plain path, in which editors and type checkers find the types.
     options={"editable_wheel": {"mode": "compat"}},

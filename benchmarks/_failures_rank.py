@@ -110,7 +110,7 @@ def plant(planted: Planted) -> None:
     """Put calls of `planted` into the library's functions, for the rest of this process."""
     import paddle
 
-    from paddle_recompute.app.trainer import checkpoints, evaluation, replanning, trainer
+    from paddle_recompute.app.trainer import budget_plan, checkpoints, evaluation, trainer
     from paddle_recompute.grad_sync._reduction import BucketedReduction
 
     def before(owner: Any, name: str, place: str, after: str | None = None) -> None:
@@ -134,7 +134,7 @@ def plant(planted: Planted) -> None:
             planted.at("the backward")
             return gradient.clone()
 
-    norm, call = paddle.nn.LayerNorm.forward, replanning.PlannedSteps.__call__
+    norm, call = paddle.nn.LayerNorm.forward, budget_plan.PlannedSteps.__call__
 
     def forward(layer: Any, x: paddle.Tensor) -> paddle.Tensor:
         planted.at("the forward")
@@ -161,12 +161,12 @@ def plant(planted: Planted) -> None:
     trainer.write_report = lambda *_, **__: None  # type: ignore[assignment]
     saved = checkpoints.save_checkpoint
     paddle.nn.LayerNorm.forward = forward
-    replanning.PlannedSteps.__call__ = step  # type: ignore[method-assign]
+    budget_plan.PlannedSteps.__call__ = step  # type: ignore[method-assign]
     checkpoints.save_checkpoint = save  # type: ignore[assignment]
     before(BucketedReduction, "finish", "the sync")
     before(paddle.optimizer.AdamW, "step", "the update")
     before(evaluation, "encode_batches", "an evaluation")
-    before(replanning.PlannedSteps, "__init__", "the start")
+    before(budget_plan.PlannedSteps, "__init__", "the start")
 
 
 def run(folder: str, name: str, num_ranks: int, steps: int, limit: float, fault: Fault) -> None:

@@ -96,15 +96,29 @@ def writing(
         ) from error
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a report.
+def write_text(path: Path, text: str, *advice: str, alone: bool = False) -> None:
+    """Write a UTF-8 file, whole or not at all.
+
+    Args:
+        path: The file.
+        text: Its content.
+        *advice: As `writing` takes it.
+        alone: As `written_whole` takes it.
 
     Raises:
         OutputError: It cannot be written.
     """
-    with writing(path, "name another file or folder"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with writing(path, *advice), written_whole(path, alone=alone) as unfinished:
+        unfinished.write_text(text, encoding="utf-8", newline="\n")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a report or a record, as `write_text`.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    write_text(path, json.dumps(content, indent=2) + "\n", "name another file or folder")
 
 
 def read_json(path: Path) -> Any:

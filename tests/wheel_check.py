@@ -35,7 +35,8 @@ def main(repo: Path) -> None:
     for name in paddle_recompute.__all__:
         getattr(paddle_recompute, name)
 
-    assert (installed / "app" / "report" / "page.html").is_file()
+    for name in ("page.html", "parts.html", "run.html", "theme.yaml"):
+        assert (installed / "app" / "report" / name).is_file()
 
     configs = sorted((repo / "fleet_configs").glob("*.yaml"))
     for path in configs:

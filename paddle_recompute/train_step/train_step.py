@@ -67,7 +67,8 @@ class TrainStep:
     5. loss and gradient are finite, or not: the same on all ranks, which agreed on the loss and
        have the same bits of the mean gradient,
     6. if they are: clipping, by the norm of the whole synchronized gradient, and the update; if
-       not, neither, on any rank,
+       not, neither, on any rank. What the forward has written into buffers, such as the statistics
+       of a BatchNorm, stays,
     7. the loss scale moves.
 
     Reading a number of a device makes the host wait for all that the device has to do. With SGD,

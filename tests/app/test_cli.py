@@ -149,7 +149,7 @@ def test_each_way_that_ranks_end_has_its_code(
     def launch(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli._train, "launch_with_restarts", launch)
+    monkeypatch.setattr(cli._on_ranks, "launch_with_restarts", launch)
     result = run("--config", TINY)
     assert result.exit_code == code
     assert f"paddle-recompute: {error}" in result.stderr or code == 130
@@ -169,7 +169,9 @@ def test_each_way_that_ranks_end_has_its_code(
 def test_a_bad_line_of_the_data_is_told_before_a_rank_starts(
     text: str, overrides: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli._train, "launch_with_restarts", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(
+        cli._on_ranks, "launch_with_restarts", lambda *_, **__: pytest.fail("started")
+    )
     (tmp_path / "pairs.tsv").write_text(text)
     data = ["data.source=files", f"data.train_file={tmp_path / 'pairs.tsv'}"]
     assert_one_paragraph(run("--config", TINY, *data, *overrides), words)
@@ -209,7 +211,7 @@ def test_more_ranks_are_given_the_same_command(
         config.train.output_dir.mkdir(exist_ok=True)
         (config.train.output_dir / "result.json").write_text('{"mrr": 0.5,\n "名": "é"}\n')
 
-    monkeypatch.setattr(cli._train, "launch_with_restarts", launch)
+    monkeypatch.setattr(cli._on_ranks, "launch_with_restarts", launch)
     overrides = [f"train.output_dir={tmp_path / 'run'}", "train.max_steps=50"]
     result = run("--config", TINY, "--max-restart", "3", *overrides)
     assert result.exit_code == 0, result.output

@@ -13,7 +13,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute import Trainer
-from paddle_recompute.app.trainer.replanning import PlannedSteps
+from paddle_recompute.app.trainer.budget_plan import PlannedSteps
 from paddle_recompute.planner import RecomputePlan
 from tests.app.trainer.test_trainer import tiny
 from tests.fake_device import switches

@@ -12,7 +12,7 @@ import pytest
 from paddle_recompute import TrainStep
 from paddle_recompute._paddle import memory
 from paddle_recompute.app.trainer.memory import job_of, largest_of_ranks, measure_step
-from paddle_recompute.app.trainer.objective import Chunks
+from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.errors import PlanError
 from paddle_recompute.offload import offload_layers, offloaded_optimizer
 from paddle_recompute.options import RecomputeConfig

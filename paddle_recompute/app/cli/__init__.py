@@ -7,13 +7,12 @@ import re
 import click
 
 from paddle_recompute import __version__
-from paddle_recompute.app.cli._checks import doctor, parity
 from paddle_recompute.app.cli._config import config_group
 from paddle_recompute.app.cli._encoder import convert, encode, evaluate, export, mine, search
 from paddle_recompute.app.cli._init import init
 from paddle_recompute.app.cli._memory import estimate, plan
+from paddle_recompute.app.cli._on_ranks import doctor, parity, train
 from paddle_recompute.app.cli._report import report
-from paddle_recompute.app.cli._train import train
 
 __all__ = ["main"]
 

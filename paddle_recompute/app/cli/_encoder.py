@@ -24,6 +24,7 @@ from paddle_recompute.app.cli._process import (
     progress,
     tell_written,
 )
+from paddle_recompute.app.templates import render
 from paddle_recompute.errors import ConfigError, DataError
 
 _QUERIES_AT_ONCE = 256
@@ -34,6 +35,12 @@ _of_run = click.option(
     "--model", "folder", required=True, metavar="FOLDER", help="The train.output_dir of a run."
 )
 _batch_size = number("--batch-size", 256, "Texts encoded at once.")
+
+
+def _show(command: str, record: dict[str, Any]) -> None:
+    """Show people a record, in the words of the command."""
+    file = Path(__file__).with_name(f"{command}.txt.j2")
+    click.echo(render(file, **record), nl=False)
 
 
 def _side(default: str) -> Option:
@@ -77,13 +84,7 @@ def encode(folder: str, output: str, text_file: str, **options: Any) -> None:
         record = encode_file(encoder, text_file, output, progress=show, over_ranks=True, **options)
     if rank:
         return
-    click.echo(f"{record['texts']} texts, vectors of {record['dim']} numbers: {output}")
-    for key, what in (
-        ("cut", "texts cut at --max-tokens"),
-        ("unknown", "texts with words that are not in the vocabulary"),
-    ):
-        if record[key]:
-            click.echo(f"  {what}: {record[key]}")
+    _show("encode", record)
     click.echo(json.dumps(record))
 
 
@@ -123,12 +124,8 @@ def evaluate(folder: str, data: str, split: str, as_json: bool, **options: Any) 
         record = evaluate_encoder(encoder, judged, progress=bar.update, **options)
     if as_json:
         click.echo(json.dumps(record))
-        return
-    click.echo(f"{record['queries']} queries, {record['pool_size']} candidates for each")
-    for note in record["notes"]:
-        click.echo(f"  {note}")
-    for name, value in record["metrics"].items():
-        click.echo(f"{name:<14}{value:.4f}")
+    else:
+        _show("evaluate", record)
 
 
 @command(
@@ -204,21 +201,7 @@ def mine(
             faiss=faiss,
             progress=lambda what, done, total: show(done, total, what),
         )
-    click.echo(f"{record['pairs']} pairs: {output}")
-    for count, lines in enumerate(record["lines_with"]):
-        if lines:
-            click.echo(f"  {lines} with {count} negatives")
-    if record["replaced"]:
-        click.echo(f"  {record['replaced']} earlier negatives are replaced")
-    if "recall" in record:
-        found = f"{record['recall']:.4f} of what exact search finds"
-        click.echo(f"  faiss {record['faiss']}: finds {found}")
-    both = zip(record["scores_of_positives"], record["scores_of_negatives"], strict=True)
-    for place, (positives, negatives) in enumerate(both):
-        if positives or negatives:
-            least = place / 10 - 1
-            counts = f"{positives:>8} positives {negatives:>8} negatives"
-            click.echo(f"  score {least:+.1f} to {least + 0.1:+.1f}  {counts}")
+    _show("mine", {**record, "output": output})
     click.echo(json.dumps(record))
 
 

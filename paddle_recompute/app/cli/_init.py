@@ -14,7 +14,7 @@ from typing import NamedTuple
 import click
 
 import paddle_recompute.app
-from paddle_recompute._files import writing, written_whole
+from paddle_recompute._files import write_text
 from paddle_recompute.app.cli._process import (
     as_json,
     command,
@@ -23,6 +23,7 @@ from paddle_recompute.app.cli._process import (
     words_apart,
 )
 from paddle_recompute.app.config import load_config
+from paddle_recompute.app.templates import render
 from paddle_recompute.errors import ConfigError, DataError
 
 _TEMPLATE = Path(__file__).with_name("run.yaml.j2")
@@ -79,8 +80,7 @@ def init(pairs: str | None, name: str | None, output: str, as_json: bool) -> Non
         tried = Path(folder) / "run.yaml"
         tried.write_text(text, encoding="utf-8")
         load_config(tried)
-    with writing(file, "name another file with --output"), written_whole(file) as part:
-        part.write_text(text, encoding="utf-8")
+    write_text(file, text, "name another file with --output")
     train = f"paddle-recompute train --config {shlex.quote(str(file))}"
     tell_written(file, f"written: {file}; train with: {train}", as_json, train=train)
 
@@ -110,8 +110,6 @@ def _fitted(path: Path, file: Path) -> str:
         ConfigError: A name cannot stand in it.
         DataError: The pairs cannot be read or held out.
     """
-    from jinja2 import Environment
-
     from paddle_recompute.app.data import read_pairs, split_pairs
 
     if not f"{path.absolute()}{file}".isprintable():
@@ -138,8 +136,8 @@ def _fitted(path: Path, file: Path) -> str:
     per_rank = 1024 if machine.card_bytes else 128
     while per_rank > 2 and per_rank * machine.ranks * 4 > len(train):
         per_rank //= 2
-    template = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    return template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    return render(
+        _TEMPLATE,
         pairs=path,
         file=shlex.quote(str(file)),
         count=count,

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import (
     AbstractContextManager,
     contextmanager,
@@ -20,17 +20,9 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from paddle_recompute._files import read_json
 from paddle_recompute._installed import require_paddle
 from paddle_recompute.app.config import Config, setting_names
-from paddle_recompute.app.launch import (
-    errors_in_one_paragraph,
-    is_rank,
-    require_paddle_and_devices,
-    speed_settings,
-    start_line,
-)
-from paddle_recompute.errors import LaunchError
+from paddle_recompute.app.launch import errors_in_one_paragraph, speed_settings
 
 Option = Callable[[Any], Any]
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of words.")
@@ -151,47 +143,6 @@ def prepare_one_of_ranks(doing: str) -> int:
 def is_main_rank() -> bool:
     """Whether this process is rank 0, or alone."""
     return os.environ.get("PADDLE_TRAINER_ID", "0") == "0"
-
-
-def run_on_ranks(
-    config: Config,
-    arguments: Sequence[str],
-    act: Callable[[Config], Any],
-    *,
-    start: Callable[[Config, list[str]], None],
-    result: str,
-) -> Any:
-    """What `act` returns, in this process if it is a rank or the only one.
-
-    Args:
-        config: Says how many ranks.
-        arguments: Of this command, for the ranks.
-        act: Does the work of a rank; Paddle is imported there.
-        start: Runs a command of Python on all ranks of this machine.
-        result: The file in ``train.output_dir`` in which rank 0 leaves what `act` returns.
-
-    Raises:
-        LaunchError: Ranks cannot be started or failed, or the result cannot be read.
-    """
-    if not is_rank() and config.world_size > 1:
-        require_paddle_and_devices(config)
-        from paddle_recompute.app.data import check_files
-
-        check_files(config)
-        start(config, ["-m", "paddle_recompute", *arguments])
-        file = config.train.output_dir / result
-        try:
-            return read_json(file)
-        except (OSError, ValueError) as error:
-            raise LaunchError(f"{file}: cannot read what rank 0 has written ({error})") from error
-    chosen = speed_settings(config.launch.num_ranks, os.environ, device=config.launch.device)
-    os.environ.update(chosen)
-    if is_rank():
-        require_paddle()
-    else:
-        require_paddle_and_devices(config)
-        click.echo(start_line(config, chosen))
-    return act(config)
 
 
 def words_apart(as_json: bool) -> AbstractContextManager[Any]:

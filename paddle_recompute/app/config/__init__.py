@@ -4,7 +4,6 @@ from paddle_recompute.app.config._data import DataConfig, default_cache_dir
 from paddle_recompute.app.config._model import ModelConfig
 from paddle_recompute.app.config._section import setting_names
 from paddle_recompute.app.config._strategy import StrategyConfig
-from paddle_recompute.app.config._sync import SyncConfig
 from paddle_recompute.app.config.library import check_in_a_program, schedule_of, sync_arguments
 from paddle_recompute.app.config.loading import Setting, load_config, load_settings
 from paddle_recompute.app.config.schema import Config
@@ -15,7 +14,6 @@ __all__ = [
     "ModelConfig",
     "Setting",
     "StrategyConfig",
-    "SyncConfig",
     "check_in_a_program",
     "default_cache_dir",
     "load_config",

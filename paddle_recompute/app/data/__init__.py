@@ -3,17 +3,14 @@
 from paddle_recompute.app.data.cedict import mine_cedict
 from paddle_recompute.app.data.judged import JudgedQueries, read_judged
 from paddle_recompute.app.data.loader import PairLoader, build_loader
-from paddle_recompute.app.data.negatives import HardNegatives
-from paddle_recompute.app.data.pairs import Pair, PairFile, parsed, read_pairs
+from paddle_recompute.app.data.pairs import Pair, parsed, read_pairs
 from paddle_recompute.app.data.prepare import PreparedData, Source, check_files, prepare_data
 from paddle_recompute.app.data.split import Split, normal_form, split_pairs
 from paddle_recompute.app.data.tokenizer import PairTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
-    "HardNegatives",
     "JudgedQueries",
     "Pair",
-    "PairFile",
     "PairLoader",
     "PairTokenizer",
     "PreparedData",

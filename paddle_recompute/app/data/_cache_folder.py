@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paddle_recompute._files import writing, written_whole
+from paddle_recompute._files import write_text
 from paddle_recompute.errors import DataError
 
 
@@ -15,8 +15,7 @@ def write_whole(path: Path, text: str) -> None:
         OutputError: The folder cannot be written to.
     """
     advice = "set data.cache_dir, or the variable PADDLE_RECOMPUTE_CACHE, to a writable folder"
-    with writing(path, advice), written_whole(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8", newline="\n")
+    write_text(path, text, advice)
 
 
 def require_file(path: Path) -> Path:

@@ -1,10 +1,10 @@
 """Start the ranks of a run, and tell what became of them; needs no Paddle in this process."""
 
-from paddle_recompute.app.launch._colors import styled
 from paddle_recompute.app.launch._rank_process import (
     STARTED,
     is_launched,
     prepare_rank,
+    styled,
 )
 from paddle_recompute.app.launch._rank_settings import speed_settings
 from paddle_recompute.app.launch.launcher import (

@@ -1,4 +1,4 @@
-"""What a rank that `launch` started does for it: leave its error in a file.
+"""What a rank that `launch` started does for it: leave its error in a file; colours for people.
 
 Python's own way of telling an error, a traceback on standard error, would reach the launcher as
 text in a log. So the rank writes the error to ``error.<rank>.json`` in the log folder, and the
@@ -17,7 +17,9 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
+
+import click
 
 from paddle_recompute.errors import PaddleRecomputeError, StoppedError
 
@@ -124,3 +126,18 @@ class _TerminalStream:
 
     def isatty(self) -> bool:
         return True
+
+
+def styled(text: str, *, stream: TextIO | None = None, **style: Any) -> str:
+    """`text` as `click.style` has it where a person sees it on a terminal; else as it is.
+
+    A rank that the launcher started writes to a file, which the launcher shows. ``NO_COLOR`` (see
+    no-color.org) switches colours off.
+
+    Args:
+        text: One line or more.
+        stream: Where it will be written; None: standard output.
+        **style: As `click.style` takes it.
+    """
+    is_seen = (stream or sys.stdout).isatty() or ON_TERMINAL in os.environ
+    return click.style(text, **style) if is_seen and not os.environ.get("NO_COLOR") else text

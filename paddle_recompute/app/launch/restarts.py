@@ -13,8 +13,7 @@ import click
 
 from paddle_recompute._run_folder import CHECKPOINTS, check_may_start, checkpoints_in, hold
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.launch._colors import styled
-from paddle_recompute.app.launch._rank_process import is_launched, leave_error, prepare_rank
+from paddle_recompute.app.launch._rank_process import is_launched, leave_error, prepare_rank, styled
 from paddle_recompute.app.launch.launcher import RankFailedError, RankRefusedError, launch
 from paddle_recompute.errors import PaddleRecomputeError, StoppedError
 

@@ -145,26 +145,6 @@ def compare(left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance
     }
 
 
-def in_words(report: dict[str, Any]) -> str:
-    """What `runs.train_and_compare` returns, to be read."""
-    lines = ["Losses of the first step and of the last"]
-    for name, run in report["runs"].items():
-        lines.append(f"  {name:<20}{run['losses'][0]:.7g} and {run['losses'][-1]:.7g}")
-    lines += [
-        "Largest differences: of losses, of elements of the first gradient, of elements of the",
-        "parameters after the last step",
-    ]
-    for one in report["comparisons"]:
-        kinds = ("loss", "gradient", "parameter")
-        found = "".join(f"{one[f'{kind}_difference']:<10.2g}" for kind in kinds)
-        is_close = "yes" if one["fault"] is None else "NO"
-        lines.append(f"  {one['left']:<20}{one['right']:<20}{found}{one['tolerance']}: {is_close}")
-    lines += map(str, (EXACT, BETWEEN_MODES, BETWEEN_RANKS))
-    lines += report["notes"]
-    lines += [f"NO PARITY: {fault}" for fault in report["faults"]] or ["Parity."]
-    return "\n".join(lines)
-
-
 def _faults(left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance) -> Iterator[str]:
     for what, ours, theirs in (
         ("loss", left.losses, right.losses),

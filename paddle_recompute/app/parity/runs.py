@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,18 @@ from paddle_recompute._files import write_json
 from paddle_recompute.app.config import Config, schedule_of
 from paddle_recompute.app.data import PairLoader, build_loader, prepare_data
 from paddle_recompute.app.parity.comparison import (
+    BETWEEN_MODES,
+    BETWEEN_RANKS,
+    EXACT,
     FLEET,
     PAIRS,
     RUNS,
     Arrays,
     Outcome,
     compare,
-    in_words,
     tolerance_of,
 )
+from paddle_recompute.app.templates import render
 from paddle_recompute.app.trainer import (
     Chunks,
     Objective,
@@ -40,6 +44,7 @@ from paddle_recompute.distributed import barrier, broadcast_from_rank0, values_o
 from paddle_recompute.errors import PaddleRecomputeError, RecomputeError, SelectionError
 
 _MOMENT = ":moment1"
+_WORDS = Path(__file__).with_name("report.txt.j2")
 
 
 def train_and_compare(config: Config, *, steps: int, say: Callable[[str], Any]) -> dict[str, Any]:
@@ -113,7 +118,8 @@ def train_and_compare(config: Config, *, steps: int, say: Callable[[str], Any]) 
         "comparisons": comparisons,
     }
     if rank == 0:
-        say(in_words(report))
+        tolerances = [EXACT, BETWEEN_MODES, BETWEEN_RANKS]
+        say(render(_WORDS, tolerances=tolerances, **report).rstrip())
         write_json(config.train.output_dir / "parity.json", report)
     return report
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from paddle_recompute.app.report._charts import timeline_chart
-from paddle_recompute.app.report._files import flat
-from paddle_recompute.app.report._lines import (
+from paddle_recompute.app.report._files import (
     Journal,
     append_record,
+    flat,
     line_of,
     read_metrics,
     read_records,
 )
-from paddle_recompute.app.report._page import Page, Part
-from paddle_recompute.app.report._results import retrieval_table
+from paddle_recompute.app.report._pages import retrieval_table, write_page
 from paddle_recompute.app.report._written import (
     follow_report,
     require_bokeh,
@@ -21,8 +20,6 @@ from paddle_recompute.app.report._written import (
 
 __all__ = [
     "Journal",
-    "Page",
-    "Part",
     "append_record",
     "flat",
     "follow_report",
@@ -32,5 +29,6 @@ __all__ = [
     "require_bokeh",
     "retrieval_table",
     "timeline_chart",
+    "write_page",
     "write_report",
 ]

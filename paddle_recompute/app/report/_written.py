@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from jinja2 import TemplateError
+
 from paddle_recompute._run_folder import EVENTS, METRICS, RECORD, REPORT, is_held
-from paddle_recompute.app.report._comparison import comparison_page
 from paddle_recompute.app.report._files import RunFiles
-from paddle_recompute.app.report._run_page import run_page
+from paddle_recompute.app.report._pages import comparison_page, run_page, write_page
 from paddle_recompute.errors import DependencyError, OutputError, PaddleRecomputeError
 
 COMPARISON = "comparison.html"
@@ -63,7 +64,7 @@ def write_report(
         runs = [RunFiles.read(folder, is_running=is_running) for folder in folders]
         page = run_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
         goes_on = any(run.is_running for run in runs)
-        page.write(path, reload_seconds=reload_seconds if goes_on else None)
+        write_page(path, reload_seconds=reload_seconds if goes_on else None, **page)
     return path
 
 
@@ -79,6 +80,7 @@ def _records_of(folders: Sequence[Path]) -> Iterator[None]:
         AttributeError,
         LookupError,
         RecursionError,
+        TemplateError,
         TypeError,
         ValueError,
     ) as error:

@@ -1,16 +1,20 @@
 """A trained encoder in use: evaluate, encode, search."""
 
 from paddle_recompute.app.retrieval.encoding import encode_file, texts_of
-from paddle_recompute.app.retrieval.evaluate_run import evaluate_encoder
 from paddle_recompute.app.retrieval.evaluation import encode_batches, retrieval_metrics
 from paddle_recompute.app.retrieval.hugging_face import write_hugging_face
-from paddle_recompute.app.retrieval.index import Hit, Index
+from paddle_recompute.app.retrieval.index import Index
 from paddle_recompute.app.retrieval.mining import MiningOptions, mine
 from paddle_recompute.app.retrieval.serving import write_inference, write_onnx
-from paddle_recompute.app.retrieval.trained import Side, TrainedEncoder, encode_texts, load_encoder
+from paddle_recompute.app.retrieval.trained import (
+    Side,
+    TrainedEncoder,
+    encode_texts,
+    evaluate_encoder,
+    load_encoder,
+)
 
 __all__ = [
-    "Hit",
     "Index",
     "MiningOptions",
     "Side",

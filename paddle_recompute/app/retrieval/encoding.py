@@ -14,19 +14,18 @@ import fcntl
 import hashlib
 import io
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import paddle.distributed as dist
-from numpy.typing import NDArray
 
-from paddle_recompute._files import read_json, writing, written_whole
+from paddle_recompute._files import read_json, write_json, writing, written_whole
 from paddle_recompute.app.data import parsed
 from paddle_recompute.app.retrieval.trained import (
     Side,
@@ -89,16 +88,14 @@ def encode_file(
     check_count("batch_size", batch_size)
     longest = encoder.longest(side, max_tokens)
 
-    def encoded(block: list[str], counts: dict[str, Any]) -> NDArray[np.float32]:
-        return encode_texts(
-            encoder,
-            block,
-            side=side,
-            max_tokens=longest,
-            batch_size=batch_size,
-            counts=counts,
-            over_ranks=over_ranks,
-        )
+    encoded = partial(
+        encode_texts,
+        encoder,
+        side=side,
+        max_tokens=longest,
+        batch_size=batch_size,
+        over_ranks=over_ranks,
+    )
 
     def blocks(texts: Iterator[str], done: int) -> Iterator[list[str]]:
         texts = itertools.islice(texts, done, None)
@@ -108,7 +105,7 @@ def encode_file(
     record: dict[str, Any] = {}
     if over_ranks and is_distributed() and dist.get_rank():
         for block in blocks(texts_of(text_file), _of_rank_0(record, over_ranks)["done"]):
-            encoded(block, {})
+            encoded(block, counts={})  # the ranks count together
         return _of_rank_0(record, over_ranks)
 
     copy, described = beside(output, ".txt"), beside(output, ".json")
@@ -141,7 +138,7 @@ def encode_file(
             progress(resumed_at, num_texts)
         lines = held.enter_context(copy.open(encoding="utf-8", newline="\n"))
         for block in blocks(map(str.strip, lines), resumed_at):
-            vectors = encoded(block, record)
+            vectors = encoded(block, counts=record)
             if not record["done"]:
                 record["dim"] = vectors.shape[1]
                 write_json(described, record)  # before there is a byte that it describes
@@ -301,9 +298,3 @@ def one_line(text: str) -> str:
 def beside(path: Path, suffix: str) -> Path:
     """The file of this name with a suffix behind it."""
     return path.with_name(path.name + suffix)
-
-
-def write_json(path: Path, tree: dict[str, Any]) -> None:
-    """Write a record, whole or not at all."""
-    with written_whole(path) as unfinished:
-        unfinished.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import safetensors.numpy
 
-from paddle_recompute._files import new_folder
+from paddle_recompute._files import new_folder, write_json
 from paddle_recompute.app.encoder import bert_config
 from paddle_recompute.app.retrieval.trained import TrainedEncoder
 from paddle_recompute.errors import ConfigError
@@ -42,7 +40,7 @@ def write_hugging_face(encoder: TrainedEncoder, folder: str | Path) -> None:
         convert_weights(
             encoder.folder, new / "model.safetensors", to="huggingface", leave_out=projection
         )
-        _write(new / "config.json", bert_config(config, len(state["embeddings.word.weight"])))
+        write_json(new / "config.json", bert_config(config, len(state["embeddings.word.weight"])))
         encoder.tokenizer.save_for_others(new / "tokenizer.json", encoder.longest("document"))
         known = encoder.tokenizer.special_tokens
         tokenizer = {
@@ -52,8 +50,10 @@ def write_hugging_face(encoder: TrainedEncoder, folder: str | Path) -> None:
             "clean_up_tokenization_spaces": False,
             **{key: token for key, token in _SPECIAL.items() if token in known},
         }
-        _write(new / "tokenizer_config.json", tokenizer)
-        _write(new / "sentence_bert_config.json", {"max_seq_length": encoder.longest("document")})
+        write_json(new / "tokenizer_config.json", tokenizer)
+        write_json(
+            new / "sentence_bert_config.json", {"max_seq_length": encoder.longest("document")}
+        )
         modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
         is_first = config.pooling == "cls"
         pooling = {
@@ -61,7 +61,7 @@ def write_hugging_face(encoder: TrainedEncoder, folder: str | Path) -> None:
             "pooling_mode_cls_token": is_first,
             "pooling_mode_mean_tokens": not is_first,
         }
-        _write(new / "1_Pooling" / "config.json", pooling)
+        write_json(new / "1_Pooling" / "config.json", pooling)
         for name, activation in (("pooler.dense", _TANH), ("projection", _IDENTITY)):
             if f"{name}.weight" not in state:
                 continue
@@ -74,7 +74,7 @@ def write_hugging_face(encoder: TrainedEncoder, folder: str | Path) -> None:
                 "bias": True,
                 "activation_function": activation,
             }
-            _write(new / path / "config.json", dense)
+            write_json(new / path / "config.json", dense)
             of_torch = {"linear.weight": weight.T.copy(), "linear.bias": bias}
             written = safetensors.numpy.save(of_torch, {"format": "pt"})
             (new / path / "model.safetensors").write_bytes(written)
@@ -84,11 +84,6 @@ def write_hugging_face(encoder: TrainedEncoder, folder: str | Path) -> None:
             {"idx": number, "name": str(number), "path": path, "type": f"{_MODULES}.{kind}"}
             for number, (path, kind) in enumerate(modules)
         ]
-        _write(new / "modules.json", entries)
+        write_json(new / "modules.json", entries)
         # encode_query and encode_document of sentence-transformers put them before the texts.
-        _write(new / "config_sentence_transformers.json", {"prompts": encoder.prompts})
-
-
-def _write(path: Path, tree: Any) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        write_json(new / "config_sentence_transformers.json", {"prompts": encoder.prompts})

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_recompute._files import writing
+from paddle_recompute._files import write_json, writing
 from paddle_recompute.app.data import Pair, normal_form, read_pairs
 from paddle_recompute.app.retrieval.approximate import Approximate, require_faiss
 from paddle_recompute.app.retrieval.encoding import (
@@ -32,7 +32,6 @@ from paddle_recompute.app.retrieval.encoding import (
     encode_file,
     locked,
     write_at,
-    write_json,
 )
 from paddle_recompute.app.retrieval.index import Index
 from paddle_recompute.app.retrieval.trained import TrainedEncoder, check_count, encode_texts

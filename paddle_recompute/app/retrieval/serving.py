@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-from paddle_recompute._files import new_folder
+from paddle_recompute._files import new_folder, write_json
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
 from paddle_recompute.app.retrieval.trained import TrainedEncoder
 from paddle_recompute.errors import DependencyError, StaticGraphError
@@ -91,8 +90,7 @@ def _write_texts(encoder: TrainedEncoder, folder: Path) -> None:
     """What makes ids of texts: tokenizer and, where the model has them, prompts."""
     encoder.tokenizer.save_for_others(folder / "tokenizer.json", encoder.longest("document"))
     if any(encoder.config.prompts):
-        text = json.dumps(encoder.prompts) + "\n"
-        (folder / "prompts.json").write_text(text, encoding="utf-8")
+        write_json(folder / "prompts.json", encoder.prompts)
 
 
 def _save(encoder: TrainedEncoder, folder: Path) -> Path:

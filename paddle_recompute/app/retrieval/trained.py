@@ -1,4 +1,6 @@
-"""Load a trained model from the folder that `Trainer` wrote, and encode texts with it."""
+"""Load a trained model from the folder that `Trainer` wrote, encode texts with it, and measure how
+well it finds judged answers.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,14 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from paddle_recompute.app.config import ModelConfig
-from paddle_recompute.app.data import PairTokenizer, load_tokenizer
+from paddle_recompute.app.data import JudgedQueries, PairTokenizer, load_tokenizer
 from paddle_recompute.app.encoder import build_model
-from paddle_recompute.app.retrieval.evaluation import encode_batches, place_of
+from paddle_recompute.app.retrieval.evaluation import (
+    Judgements,
+    encode_batches,
+    place_of,
+    retrieval_metrics,
+)
 from paddle_recompute.checkpoint import find_checkpoint, has_checkpoint
 from paddle_recompute.distributed import values_of_ranks
 from paddle_recompute.errors import CheckpointError, DataError
@@ -272,3 +279,66 @@ def _checksum(prompts: tuple[str, str], *paths: Path) -> str:
             while some := file.read(1 << 20):
                 checksum = zlib.crc32(some, checksum)
     return f"{checksum:08x}"
+
+
+KS = (1, 10, 100)
+
+
+def evaluate_encoder(
+    encoder: TrainedEncoder,
+    judged: JudgedQueries,
+    *,
+    exclude_same_id: bool = False,
+    batch_size: int = 256,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, Any]:
+    """Encode queries and pool, compare each query with every candidate, and measure the ranking.
+
+    All vectors are in memory, 4 bytes for each number of them.
+
+    Args:
+        encoder: From `load_encoder`. Texts are cut where training cut queries and positives.
+        judged: From `read_judged`.
+        exclude_same_id: A document with the id of the query is no candidate for it.
+        batch_size: Texts encoded at once.
+        progress: Called after every batch with its number of texts.
+
+    Returns:
+        For JSON: ``metrics`` (see `retrieval_metrics`), ``queries``, ``pool_size``, ``judgements``
+        (answers of all queries), ``model``, ``step`` and ``notes``.
+
+    Raises:
+        DataError: A vector is not finite; or an answer has the id of its query and is excluded.
+    """
+    vectors, notes = {}, [*judged.notes]
+    sides: tuple[tuple[Side, str, list[str]], ...] = (
+        ("query", "queries", judged.queries),
+        ("document", "documents", judged.pool),
+    )
+    for side, name, texts in sides:
+        counts = {"cut": 0, "unknown": 0}
+        vectors[side] = encode_texts(
+            encoder, texts, side=side, batch_size=batch_size, counts=counts, progress=progress
+        )
+        told = {
+            f"{name} are cut after {encoder.longest(side)} tokens": counts["cut"],
+            f"{name} hold words outside the vocabulary": counts["unknown"],
+        }
+        notes += [f"{count} {what}" for what, count in told.items() if count]
+    answers = Judgements.of(judged.answers)
+    found = retrieval_metrics(
+        vectors["query"],
+        vectors["document"],
+        answers,
+        ks=KS,
+        excluded=np.array(judged.same_id) if exclude_same_id else None,
+    )
+    sizes = {name: int(found.pop(name)) for name in ("queries", "pool_size")}
+    return {
+        "metrics": found,
+        **sizes,
+        "judgements": len(answers.query),
+        "model": str(encoder.folder.resolve()),
+        "step": encoder.step,
+        "notes": notes,
+    }

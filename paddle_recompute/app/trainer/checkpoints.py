@@ -11,13 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, ValidationError
 
-from paddle_recompute._files import read_json, writing, written_whole
+from paddle_recompute._files import read_json, write_text
 from paddle_recompute._run_folder import BEST, CHECKPOINTS, RECORD
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.report import flat
-from paddle_recompute.app.trainer.early_stopping import Best
-from paddle_recompute.app.trainer.loop import Callback, Run
-from paddle_recompute.app.trainer.objective import Chunks
+from paddle_recompute.app.trainer.loop import Best, Callback, Run
+from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.checkpoint import (
     Checkpoint,
     NoCheckpointError,
@@ -327,9 +326,7 @@ def chunks_of(resumed: Resumed | None, config: Config) -> Chunks | None:
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
     """Write the final record of a run into its folder, complete or not at all."""
-    path = folder / RECORD
-    with writing(path), written_whole(path, alone=True) as unfinished:
-        unfinished.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    write_text(folder / RECORD, json.dumps(record) + "\n", alone=True)
 
 
 def _other_ranks(before: int, config: Config) -> str:

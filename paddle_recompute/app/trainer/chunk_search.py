@@ -14,8 +14,8 @@ from paddle_recompute.app.trainer.memory import (
     largest_of_ranks,
     measure_step,
 )
-from paddle_recompute.app.trainer.objective import Chunks
 from paddle_recompute.app.trainer.setup import with_recompute
+from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.planner import largest_that_fits
 

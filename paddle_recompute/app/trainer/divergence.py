@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import paddle
 
 from paddle_recompute.app.config import Config
-from paddle_recompute.distributed import values_of_ranks
+from paddle_recompute.distributed import buffers_of, values_of_ranks
 from paddle_recompute.errors import CheckpointError, ConfigError, DivergenceError
 from paddle_recompute.weights import foreign_naming
 
@@ -19,9 +20,9 @@ _NEAR_CHANCE = 0.99
 """A loss below this share of `loss_of_chance` has found something; collapsed runs had 0.999."""
 
 
-def first_not_finite(model: paddle.nn.Layer) -> str | None:
-    """The name of the first parameter or buffer of `model` that holds NaN or an infinity."""
-    for name, tensor in model.state_dict().items():
+def first_not_finite(tensors: Mapping[str, paddle.Tensor]) -> str | None:
+    """The name of the first of `tensors` that holds NaN or an infinity."""
+    for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(
             np.isfinite(tensor.astype("float32").numpy()).all()
         ):
@@ -35,7 +36,7 @@ def check_weights(model: paddle.nn.Layer, source: object) -> None:
     Raises:
         CheckpointError: One of them is not finite.
     """
-    name = first_not_finite(model)
+    name = first_not_finite(model.state_dict())
     if name is not None:
         raise CheckpointError(
             f"model.init_from: {source}: {name} holds NaN or an infinity; the run that wrote the "
@@ -69,7 +70,9 @@ def explained(error: DivergenceError, step: int, model: paddle.nn.Layer) -> Dive
 
     Every rank calls this; the weights are those from before the step.
     """
-    everywhere = values_of_ranks(first_not_finite(model), "what is not finite")
+    buffers = buffers_of(model)  # a forward has written them: they tell nothing of before the step
+    weights = {name: one for name, one in model.state_dict().items() if name not in buffers}
+    everywhere = values_of_ranks(first_not_finite(weights), "what is not finite")
     bad = [(rank, name) for rank, name in enumerate(everywhere) if name is not None]
     if bad:
         rank, name = bad[0]
@@ -82,6 +85,8 @@ def explained(error: DivergenceError, step: int, model: paddle.nn.Layer) -> Dive
         first = "The weights are finite; the loss is the first that is not"
     else:
         first = "The weights and the loss are finite; the gradient is the first that is not"
+    if written := first_not_finite(buffers):
+        first += f". The buffer {written}, which a forward has written, is not finite either"
     return DivergenceError(f"step {step}: {error}. {first}. The last checkpoint is as it was")
 
 

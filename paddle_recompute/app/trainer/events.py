@@ -18,9 +18,10 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import PairLoader, PreparedData
 from paddle_recompute.app.launch import STARTED, styled
 from paddle_recompute.app.report import Journal
+from paddle_recompute.app.trainer.divergence import first_not_finite
 from paddle_recompute.app.trainer.loop import Callback, Run
 from paddle_recompute.app.trainer.memory import frees_late
-from paddle_recompute.distributed import values_of_ranks
+from paddle_recompute.distributed import buffers_of, values_of_ranks
 from paddle_recompute.grad_sync import Timeline
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.train_step import StepResult, TrainStep
@@ -69,10 +70,16 @@ class Events(Callback):
         if run.step == min(run.done + DRAWN_STEP, run.total):
             self._note_lanes(run, run.result)
         if run.result.skipped:
+            written = first_not_finite(buffers_of(run.model))
             self.say(
                 f"Step {run.step} is skipped: not finite in float16 with a loss scale of "
                 f"{run.result.loss_scale:g} (loss {run.result.loss:g}, gradient norm "
                 f"{run.result.grad_norm:g})"
+                + (
+                    f"; its forward has left the buffer {written} not finite, and it stays so"
+                    if written
+                    else ""
+                )
             )
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """The loop over the steps of a run, and the protocol of what happens around it.
 
 `train` runs the steps; a `Callback` shows, writes and saves. Every rank calls every method of every
-callback, in the same order, so a callback may use collectives.
+callback, in the same order, so a callback may use collectives. The metrics are the same numbers on
+all ranks, so the ranks agree on the best evaluation (`Best`) without asking each other.
 """
 
 from __future__ import annotations
@@ -17,18 +18,58 @@ from typing import Any, NoReturn
 
 import paddle
 from paddle.optimizer.lr import LRScheduler
+from pydantic import FiniteFloat, NonNegativeInt
 
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import PairLoader, PreparedData
+from paddle_recompute.app.trainer.budget_plan import PlannedSteps
 from paddle_recompute.app.trainer.divergence import explained
-from paddle_recompute.app.trainer.early_stopping import Best
 from paddle_recompute.app.trainer.memory import largest_of_ranks
-from paddle_recompute.app.trainer.objective import Batch, Objective
-from paddle_recompute.app.trainer.replanning import PlannedSteps
+from paddle_recompute.app.trainer.step import Batch, Objective
 from paddle_recompute.distributed import StopRequest, barrier, mean_over_ranks
 from paddle_recompute.errors import DivergenceError, StoppedError
 from paddle_recompute.train_step import StepResult
+
+
+@dataclass
+class Best:
+    """What the evaluations during a run have given.
+
+    Attributes:
+        metric: ``train.best_metric``.
+        best: Its highest value; None before the first evaluation.
+        best_step: The first step that had it.
+        since: Evaluations after that one.
+    """
+
+    metric: str
+    best: FiniteFloat | None = None
+    best_step: NonNegativeInt = 0
+    since: NonNegativeInt = 0
+
+    def has_ended(self, config: Config) -> bool:
+        """Whether ``train.patience`` ends the run."""
+        patience = config.train.patience
+        return patience is not None and self.since >= patience
+
+    def add(self, step: int, value: float) -> bool:
+        """Add an evaluation; returns whether it is the best one."""
+        if self.best is None or value > self.best:
+            self.best, self.best_step, self.since = value, step, 0
+            return True
+        self.since += 1
+        return False
+
+    def figures(self, config: Config) -> dict[str, Any]:
+        """What the final record says of it; nothing without ``train.eval_every``."""
+        if self.best is None:
+            return {}
+        return {
+            f"best_{self.metric}": self.best,
+            "best_step": self.best_step,
+            "stopped_early": self.has_ended(config),
+        }
 
 
 class Callback:

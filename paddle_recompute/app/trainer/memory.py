@@ -20,9 +20,14 @@ from paddle_recompute._nested import tensors_in
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.encoder import build_model
-from paddle_recompute.app.trainer.objective import Batch, Chunks, Objective
 from paddle_recompute.app.trainer.setup import with_recompute, wrap
-from paddle_recompute.app.trainer.step import build_step, compile_as_configured
+from paddle_recompute.app.trainer.step import (
+    Batch,
+    Chunks,
+    Objective,
+    build_step,
+    compile_as_configured,
+)
 from paddle_recompute.distributed import is_distributed, reduce_numbers
 from paddle_recompute.errors import PlanError, SelectionError
 from paddle_recompute.planner import (

@@ -12,9 +12,9 @@ import paddle
 
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.report import Page, Part, require_bokeh, timeline_chart
+from paddle_recompute.app.report import require_bokeh, timeline_chart, write_page
 from paddle_recompute.app.trainer.memory import job_of
-from paddle_recompute.app.trainer.objective import Chunks
+from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.planner import (
     PLAIN,
     WHOLE,
@@ -94,40 +94,37 @@ def memory_report(
         )
         steps[f"plan for {format_bytes(budget)}"] = plan.timeline
     plain = steps["plain"].seconds
-    extra = {name: one.seconds / plain - 1 if plain else 0.0 for name, one in steps.items()}
+    policies: list[dict[str, Any]] = [
+        {
+            "policy": name,
+            "peak_bytes": one.peak.bytes,
+            "binds_at": one.peak.where,
+            "extra_time": one.seconds / plain - 1 if plain else 0.0,
+            "largest_batch": _parts(config) * batches.get(name, 0) or None,
+        }
+        for name, one in steps.items()
+    ]
     head = ["policy", "peak", "extra time", "peak at", *(["largest batch"] if batches else [])]
-    rows = []
-    for name, one in steps.items():
-        over = " (over)" if budget is not None and one.peak.bytes > budget else ""
-        row = [name, format_bytes(one.peak.bytes) + over, f"{extra[name]:+.1%}", one.peak.where]
-        if batches:
-            row.append(str(_parts(config) * batches[name]) if batches.get(name) else "")
-        rows.append(row)
+    rows = [_row(one, budget)[: len(head)] for one in policies]
     title = f"one rank, {config.micro_batch} pairs per micro-batch of full length"
     words, found = "\n".join(_words(config, costs, plan)), stages(costs)
     files: tuple[Path, ...] = ()
     if folder is not None:
         last = list(steps)[-1]
         shown = {name: steps[name] for name in ("plain", "all", last)}
-        parts = [
-            Part("Policies", head=head, rows=rows, numbers=(1, 2, 4), is_wide=True),
-            Part("Memory over one step", chart=timeline_chart(shown, {"budget": budget})),
-            Part("In words", text=words, is_wide=True),
-        ]
         files = (folder / "memory.html",)
-        Page("Memory of a step", title, parts=parts).write(files[0])
+        write_page(
+            files[0],
+            "memory.html",
+            {"levels": timeline_chart(shown, {"budget": budget})},
+            title="Memory of a step",
+            subtitle=title,
+            head=head,
+            rows=rows,
+            words=words,
+        )
         if plan is not None:
             plan.save(folder / "plan.json")
-    policies = [
-        {
-            "policy": name,
-            "peak_bytes": one.peak.bytes,
-            "binds_at": one.peak.where,
-            "extra_time": extra[name],
-            "largest_batch": _parts(config) * batches[name] if batches.get(name) else None,
-        }
-        for name, one in steps.items()
-    ]
     figures = {
         "policies": policies,
         "stages": [asdict(one) for one in found],
@@ -211,6 +208,12 @@ def _words(config: Config, costs: StepCosts, plan: RecomputePlan | None) -> list
         words.append("all blocks recomputed, and spread over the ranks:")
         words += [f"  {one}" for one in found]
     return words
+
+
+def _row(one: dict[str, Any], budget: int | None) -> list[str]:
+    over = " (over)" if budget is not None and one["peak_bytes"] > budget else ""
+    peak, time = format_bytes(one["peak_bytes"]) + over, f"{one['extra_time']:+.1%}"
+    return [one["policy"], peak, time, one["binds_at"], str(one["largest_batch"] or "")]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

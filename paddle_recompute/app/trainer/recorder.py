@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from paddle_recompute._files import writing, written_whole
+from paddle_recompute._files import write_text
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute._run_folder import METRICS
 from paddle_recompute.app.report import append_record, line_of, read_metrics
@@ -43,8 +43,7 @@ class Recorder(Callback):
 def keep_until(step: int, path: Path) -> None:
     """Drop the records of later steps; the file at `path` is complete at every moment."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
-    with writing(path), written_whole(path, alone=True) as unfinished:
-        unfinished.write_text("".join(map(line_of, kept)), encoding="utf-8")
+    write_text(path, "".join(map(line_of, kept)), alone=True)
 
 
 class Progress:
@@ -63,21 +62,22 @@ class Progress:
         self._stream = stream or sys.stderr
         self._total = total
         self._plain = enabled and not self._stream.isatty()
-        self._bar: tqdm[Any] | None = None
-        if enabled and not self._plain:
-            self._bar = tqdm(
-                total=total, initial=done, desc="train", unit="step", file=self._stream
-            )
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            desc="train",
+            unit="step",
+            file=self._stream,
+            disable=self._plain or not enabled,
+        )
 
     def close(self) -> None:
         """End the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def advance(self) -> None:
         """Count one step."""
-        if self._bar is not None:
-            self._bar.update()
+        self._bar.update()
 
     def show(self, record: dict[str, Any]) -> None:
         """Show the figures of a record: loss, examples per second, peak memory."""
@@ -90,8 +90,7 @@ class Progress:
         for name, value in record.get("valid", {}).items():
             if name in ("recall@1", "mrr"):
                 figures[name] = f"{value:.4f}"
-        if self._bar is not None:
-            self._bar.set_postfix(figures)
-        elif self._plain:
+        self._bar.set_postfix(figures)
+        if self._plain:
             shown = "  ".join(f"{name} {value}" for name, value in figures.items())
             print(f"step {record['step']}/{self._total}  {shown}", file=self._stream, flush=True)

@@ -23,7 +23,7 @@ from paddle_recompute.app.config import Config, schedule_of
 from paddle_recompute.app.data import PairLoader, PreparedData, Source, build_loader, prepare_data
 from paddle_recompute.app.report import require_bokeh, retrieval_table, write_report
 from paddle_recompute.app.trainer.boards import boards
-from paddle_recompute.app.trainer.budget_plan import earlier_plan, make_budget_plan
+from paddle_recompute.app.trainer.budget_plan import PlannedSteps, earlier_plan, make_budget_plan
 from paddle_recompute.app.trainer.checkpoints import (
     Resumed,
     RunCheckpoints,
@@ -32,21 +32,24 @@ from paddle_recompute.app.trainer.checkpoints import (
 )
 from paddle_recompute.app.trainer.chunk_search import MemoryProbe
 from paddle_recompute.app.trainer.divergence import check_vocabulary, check_weights, without_gain
-from paddle_recompute.app.trainer.early_stopping import Best
 from paddle_recompute.app.trainer.evaluation import Evaluation
 from paddle_recompute.app.trainer.events import Events, data_figures, environment
-from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, train
-from paddle_recompute.app.trainer.objective import Objective
+from paddle_recompute.app.trainer.loop import Best, Callback, Run, batches_of, train
 from paddle_recompute.app.trainer.recorder import Recorder
-from paddle_recompute.app.trainer.replanning import PlannedSteps
-from paddle_recompute.app.trainer.same_data import check_same_as_before, check_same_on_ranks
 from paddle_recompute.app.trainer.setup import (
+    check_same_as_before,
+    check_same_on_ranks,
     join_ranks,
     run_folder,
     seeded_model,
     wrap,
 )
-from paddle_recompute.app.trainer.step import build_step, check_mode, compile_as_configured
+from paddle_recompute.app.trainer.step import (
+    Objective,
+    build_step,
+    check_mode,
+    compile_as_configured,
+)
 from paddle_recompute.distributed import barrier, broadcast_from_rank0, equal_buffers
 from paddle_recompute.errors import OutputError
 from paddle_recompute.planner import RecomputePlan

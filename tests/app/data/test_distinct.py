@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_recompute.app.data import Pair
-from paddle_recompute.app.data.distinct import distinct_batches, text_numbers
-from paddle_recompute.app.data.loader import RankSampler
+from paddle_recompute.app.data.loader import RankSampler, distinct_batches, text_numbers
 
 drawn_pairs = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=60)
 

@@ -189,7 +189,7 @@ def test_what_a_mode_cannot_honour_is_one_paragraph_and_code_2(
     def begin(*_: Any, **__: Any) -> None:
         raise AssertionError("a run has begun")
 
-    monkeypatch.setattr(cli._checks, "run_on_ranks", begin)
+    monkeypatch.setattr(cli._on_ranks, "run_on_ranks", begin)
     result = run(tmp_path, **changes)
     assert result.exit_code == 2, result.output
     assert all(word in result.stderr for word in words)

@@ -19,7 +19,7 @@ from paddle_recompute.app.report import (
     retrieval_table,
     write_report,
 )
-from paddle_recompute.app.report._curves import curves_of
+from paddle_recompute.app.report._charts import curves_of
 from paddle_recompute.app.report._files import RunFiles
 from paddle_recompute.errors import DependencyError, OutputError
 from tests.app.report.folders import CONFIG, EVENTS, LANES, METRICS, RECORD, write_run
@@ -35,9 +35,7 @@ def page_of(folder: Path, **changes: Any) -> Page:
 
 def drawn(folder: Path, title: str) -> dict[str, list[Any]]:
     """The y of each curve of a part, by its name."""
-    (part,) = [part for part in curves_of([RunFiles.read(folder)]) if part.title == title]
-    assert part.chart is not None
-    sources = part.chart.select({"type": ColumnDataSource})
+    sources = curves_of([RunFiles.read(folder)])[title].select({"type": ColumnDataSource})
     return {one.data["curve"][0]: list(one.data["y"]) for one in sources}
 
 
@@ -84,7 +82,7 @@ def test_every_figure_of_the_metrics_has_a_curve(tmp_path: Path) -> None:
     assert losses["loss"] == [one["loss"] for one in METRICS[:10]]
     assert losses["valid_loss"] == [3.0, 2.5]
     assert set(drawn(folder, "Held-out retrieval")) == {"valid.recall@1", "valid.ndcg@10"}
-    titles = [part.title for part in curves_of([RunFiles.read(folder)])]
+    titles = list(curves_of([RunFiles.read(folder)]))
     assert titles == [
         *("Loss", "Gradient norm", "Learning rate", "Examples per second"),
         *("Peak memory of a step, MiB", "Temperature", "Held-out retrieval"),
@@ -185,11 +183,9 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     for words in ("mrr - 0.5", "train.seed 0 7", "recompute.memory_budget - 80.0 MiB"):
         assert words in page.text
     assert "train.resume" not in page.text and "global_batch" not in page.text
-    parts = curves_of([RunFiles.read(first), RunFiles.read(other)])
-    charts = {part.title: part.chart for part in parts}
+    charts = curves_of([RunFiles.read(first), RunFiles.read(other)])
     assert {"Loss", "Held-out retrieval: recall@1", "Held-out retrieval: mrr"} <= {*charts}
     for one in charts.values():
-        assert one is not None
         assert [item.label.value for item in one.legend[0].items] == ["first", "other"]
 
 

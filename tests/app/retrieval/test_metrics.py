@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_recompute.app.retrieval.evaluation import retrieval_metrics
-from paddle_recompute.app.retrieval.metrics import Judgements
+from paddle_recompute.app.retrieval.evaluation import Judgements, retrieval_metrics
 from paddle_recompute.errors import DataError
 
 KS = (1, 3, 10)

@@ -25,7 +25,7 @@ from paddle_recompute.app.retrieval import (
 )
 from paddle_recompute.app.retrieval import mining as module
 from paddle_recompute.app.retrieval.approximate import Approximate
-from paddle_recompute.app.retrieval.nearest import top_of_tiles
+from paddle_recompute.app.retrieval.index import top_of_tiles
 from paddle_recompute.errors import DataError, DependencyError
 from tests.app.trainer.trained_run import make_run, texts
 

@@ -15,8 +15,7 @@ from hypothesis.extra import numpy as arrays
 
 from paddle_recompute.app.retrieval import index as search_module
 from paddle_recompute.app.retrieval.encoding import encode_file
-from paddle_recompute.app.retrieval.index import Index
-from paddle_recompute.app.retrieval.nearest import top_of_tiles
+from paddle_recompute.app.retrieval.index import Index, top_of_tiles
 from paddle_recompute.app.retrieval.trained import encode_texts, load_encoder
 from paddle_recompute.errors import CheckpointError, DataError
 from tests.app.trainer.trained_run import make_run, texts

@@ -9,8 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from paddle_recompute.app.retrieval.evaluation import retrieval_metrics
-from paddle_recompute.app.retrieval.metrics import Judgements
+from paddle_recompute.app.retrieval.evaluation import Judgements, retrieval_metrics
 
 TORCH_PYTHON = os.environ.get("TORCH_PYTHON", "")
 KS = (1, 5, 10)

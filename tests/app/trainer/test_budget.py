@@ -15,7 +15,7 @@ from paddle_recompute.app.trainer import budget_plan
 from paddle_recompute.app.trainer.budget_plan import make_budget_plan
 from paddle_recompute.app.trainer.events import Events
 from paddle_recompute.app.trainer.memory import plain_peak
-from paddle_recompute.app.trainer.objective import Chunks
+from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.planner import RecomputePlan, smallest
 from tests.app.trainer.test_same_training import losses_of

@@ -17,8 +17,8 @@ from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Trainer, chunk_search, memory
 from paddle_recompute.app.trainer.chunk_search import CLOSE_ESTIMATE, MemoryProbe, largest_chunks
 from paddle_recompute.app.trainer.memory import Peaks, estimated_peaks, measure_step
-from paddle_recompute.app.trainer.objective import Chunks
 from paddle_recompute.app.trainer.setup import with_recompute
+from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.planner import Job
 from tests.app.trainer.test_trainer import tiny

@@ -13,12 +13,12 @@ import pytest
 from paddle_recompute import Trainer
 from paddle_recompute._paddle import memory
 from paddle_recompute.app.trainer.budget_plan import (
+    PlannedSteps,
     earlier_plan,
     make_budget_plan,
     write_smaller_plan,
 )
-from paddle_recompute.app.trainer.objective import Chunks
-from paddle_recompute.app.trainer.replanning import PlannedSteps
+from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.errors import CheckpointError, OutOfMemoryError, PeerError
 from paddle_recompute.planner import RecomputePlan
 from tests.app.trainer.test_same_training import losses_of

@@ -26,7 +26,7 @@ from paddle_recompute.app.trainer import (
     chunk_search,
     evaluation,
     memory,
-    objective,
+    step,
     step_seed,
     total_steps,
 )
@@ -183,7 +183,7 @@ class Interrupted(Exception):
 def interrupt_in_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let the run die in its `number`-th step, as a power cut would."""
 
-    train_step = objective.TrainStep.__call__
+    train_step = step.TrainStep.__call__
     steps = itertools.count(1)
 
     def dying_train_step(self: Any, micro_batches: list[Any]) -> Any:
@@ -191,7 +191,7 @@ def interrupt_in_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
             raise Interrupted
         return train_step(self, micro_batches)
 
-    monkeypatch.setattr(objective.TrainStep, "__call__", dying_train_step)
+    monkeypatch.setattr(step.TrainStep, "__call__", dying_train_step)
 
 
 def test_resume_needs_no_cache_but_the_model_that_it_was(finished: Path) -> None:
@@ -446,13 +446,13 @@ def test_skipped_steps_are_told_and_resumed(
 ) -> None:
     probed = []
 
-    class NotedTrainStep(objective.TrainStep):
+    class NotedTrainStep(step.TrainStep):
         def __init__(self, *args: Any, **options: Any) -> None:
             probed.append(options["amp"])
             super().__init__(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(objective, "TrainStep", NotedTrainStep)
+        patch.setattr(step, "TrainStep", NotedTrainStep)
         patch.setattr(chunk_search, "measure_step", memory.measure_step)
         whole = Trainer(tiny(folder, train__output_dir=str(folder / "whole"), **FLOAT16)).run()
     # The step whose memory is measured must not be skipped, or AdamW would make no moments.

@@ -1,17 +1,20 @@
-"""``parity`` and ``doctor``: checks before a training run."""
+"""``train``, ``parity`` and ``doctor``: the commands whose work is done on ranks."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from paddle_recompute._files import write_json
-from paddle_recompute._run_folder import hold
+from paddle_recompute._files import read_json, write_json
+from paddle_recompute._installed import require_paddle
+from paddle_recompute._run_folder import RECORD, hold
 from paddle_recompute.app.cli._process import (
     as_json,
     configured,
@@ -19,12 +22,68 @@ from paddle_recompute.app.cli._process import (
     number,
     prepare_one_process,
     refused,
-    run_on_ranks,
     words_apart,
 )
-from paddle_recompute.app.config import Config, check_in_a_program, load_config
-from paddle_recompute.app.launch import is_launched, launch
-from paddle_recompute.errors import ConfigError
+from paddle_recompute.app.config import Config, check_in_a_program, load_config, load_settings
+from paddle_recompute.app.launch import (
+    is_launched,
+    is_rank,
+    launch,
+    launch_with_restarts,
+    require_paddle_and_devices,
+    speed_settings,
+    start_line,
+)
+from paddle_recompute.errors import ConfigError, LaunchError
+
+_OF_PADDLE = (
+    "is an option of Paddle's launcher, which starts runs on several machines: fleetrun --master "
+    "HOST:PORT --nnodes NODES --rank N --nproc_per_node RANKS paddle-recompute train --config FILE"
+)
+
+
+@configured(
+    refused("--master", _OF_PADDLE),
+    refused("--rank", _OF_PADDLE),
+    number(
+        "--max-restart",
+        0,
+        "How often to start the ranks again, from the last checkpoint, when one of them died.",
+        least=0,
+        alias="--max_restart",  # as Paddle's launcher spells it
+    ),
+    interrupted="interrupted; all ranks have ended",
+)
+def train(config_file: str, max_restart: int, overrides: tuple[str, ...]) -> None:
+    """Train, evaluate and write a report.
+
+    For example: paddle-recompute train --config run.yaml train.max_steps=50
+
+    FILE configures the run; KEY=VALUE overrides a setting. The command starts launch.num_ranks
+    ranks. Under fleetrun (python -m paddle.distributed.launch), which several machines need, the
+    process is one of the ranks and starts none. The last line on standard output is the final
+    record, one JSON object.
+
+    SIGTERM and Ctrl-C finish the step and save it; the exit code is 143 or 130 then. With
+    train.resume=auto the same command goes on. A run in the folder is gone on with, or the folder
+    is refused; train.overwrite=true removes that run.
+    """
+    record = run_on_ranks(
+        load_config(config_file, overrides),
+        ["train", "--config", config_file, *overrides],
+        partial(_train, config_file=config_file, overrides=overrides),
+        start=partial(launch_with_restarts, max_restart=max_restart),
+        result=RECORD,
+    )
+    if is_main_rank() and not is_launched():
+        click.echo(json.dumps(record))
+
+
+def _train(config: Config, *, config_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    from paddle_recompute.app.trainer import Trainer
+
+    sources = {one.path: one.source for one in load_settings(config_file, overrides)}
+    return Trainer(config, sources=sources).run()
 
 
 @configured(
@@ -149,3 +208,44 @@ def _end_with(report: dict[str, Any], as_json: bool) -> None:
 def _launch(config: Config, command: list[str]) -> None:
     with hold(config.train.output_dir, click.echo):  # a run that trains there has its logs there
         launch(config, command)
+
+
+def run_on_ranks(
+    config: Config,
+    arguments: Sequence[str],
+    act: Callable[[Config], Any],
+    *,
+    start: Callable[[Config, list[str]], None],
+    result: str,
+) -> Any:
+    """What `act` returns, in this process if it is a rank or the only one.
+
+    Args:
+        config: Says how many ranks.
+        arguments: Of this command, for the ranks.
+        act: Does the work of a rank; Paddle is imported there.
+        start: Runs a command of Python on all ranks of this machine.
+        result: The file in ``train.output_dir`` in which rank 0 leaves what `act` returns.
+
+    Raises:
+        LaunchError: Ranks cannot be started or failed, or the result cannot be read.
+    """
+    if not is_rank() and config.world_size > 1:
+        require_paddle_and_devices(config)
+        from paddle_recompute.app.data import check_files
+
+        check_files(config)
+        start(config, ["-m", "paddle_recompute", *arguments])
+        file = config.train.output_dir / result
+        try:
+            return read_json(file)
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"{file}: cannot read what rank 0 has written ({error})") from error
+    chosen = speed_settings(config.launch.num_ranks, os.environ, device=config.launch.device)
+    os.environ.update(chosen)
+    if is_rank():
+        require_paddle()
+    else:
+        require_paddle_and_devices(config)
+        click.echo(start_line(config, chosen))
+    return act(config)
