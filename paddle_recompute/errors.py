@@ -7,6 +7,8 @@ argument works.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PaddleRecomputeError(Exception):
     """Base of all errors raised on purpose by this library."""
@@ -93,3 +95,10 @@ class StaticGraphError(PaddleRecomputeError, RuntimeError):
 
 class OffloadError(PaddleRecomputeError, OSError):
     """What is kept off the device cannot be stored there, or cannot be used where it is."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first five of `names`, for a message, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
