@@ -14,7 +14,7 @@ from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.doctor import across_ranks, checks
-from paddle_recompute.doctor.observation import LossError, Observation, State, observe
+from paddle_recompute.doctor.observation import Array, LossError, Observation, State, observe
 from paddle_recompute.doctor.report import DoctorReport
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.options import RecomputeConfig
@@ -155,7 +155,9 @@ class _Examined:
         if cached.error is None and _draws(plain, self.state):
             note = "gradient cache: not compared, as the model draws random numbers"
             self.report.notes.append(note)
-            some = {name: one for name, one in plain.gradients.items() if one is not None}
+            some: dict[str, Array | None] = {
+                name: one for name, one in plain.gradients.items() if one is not None
+            }
             plain, tolerance = dataclasses.replace(plain, gradients=some), math.inf
         checks.check_equal(self.report, plain, cached, "the gradient cache", tolerance)
 
