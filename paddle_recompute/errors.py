@@ -7,6 +7,7 @@ argument works.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 
@@ -102,3 +103,20 @@ def listed(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
+
+
+def first_sentence(error: BaseException) -> str:
+    """An error in one line: its class, and the first line of it that tells something, without
+    Paddle's listing of transformed code and the headings of its C++.
+    """
+    name = type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith("In transformed code"):
+        own = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == name]
+        lines = own or lines[-1:]
+    # Paddle's C++ begins its own sentence with the kind of the error.
+    telling = [line for line in lines if line.startswith("(")] or [
+        line for line in lines if not line.startswith(("[Hint", "---", "C++ ", "Error Mess"))
+    ]
+    sentence = (telling or lines or ["?"])[0][:300]
+    return f"{name}: {re.sub(rf'^[a-zA-Z_.]*{name}: ', '', sentence)}"

@@ -10,7 +10,7 @@ import paddle
 from paddle_recompute._paddle.layers import BATCH_NORMS
 from paddle_recompute.doctor.observation import Array, LossError, Observation, Output
 from paddle_recompute.doctor.report import DoctorReport
-from paddle_recompute.errors import PaddleRecomputeError
+from paddle_recompute.errors import PaddleRecomputeError, first_sentence
 
 CLOSE = 1e-5
 """Largest difference of two gradients that counts as rounding, relative to the largest entry."""
@@ -143,18 +143,9 @@ def _how_it_fails(error: BaseException, what: str) -> tuple[str, str, str]:
     if isinstance(error, LossError):
         return "loss_not_scalar", what, str(error)
     if isinstance(error, PaddleRecomputeError):
-        return "refused", "", f"the step with {what} is refused: {line_of(error)}"
-    told = f"the step with {what} fails, and the plain one does not: {line_of(error)}"
+        return "refused", "", f"the step with {what} is refused: {first_sentence(error)}"
+    told = f"the step with {what} fails, and the plain one does not: {first_sentence(error)}"
     return "error", "", told
-
-
-def line_of(error: BaseException) -> str:
-    """The first line of an error that tells something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [
-        line for line in lines if not line.startswith(("[Hint", "---", "C++ ", "Error Mess"))
-    ]
-    return f"{type(error).__name__}: {(telling or lines or [''])[0][:300]}"
 
 
 def _gradient_fault(fault: str, what: str) -> tuple[str, str]:

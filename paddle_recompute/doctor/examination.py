@@ -16,6 +16,7 @@ from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.doctor import across_ranks, checks
 from paddle_recompute.doctor.observation import Array, LossError, Observation, State, observe
 from paddle_recompute.doctor.report import DoctorReport
+from paddle_recompute.errors import first_sentence
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import apply_recompute, called_plainly, wrapped_layers
@@ -100,7 +101,7 @@ def _fails_somewhere(report: DoctorReport, plain: Observation) -> bool:
     if isinstance(plain.error, LossError):
         own = "loss_not_scalar", "the loss", f"loss_fn: {plain.error}"
     elif plain.error is not None:
-        own = "error", "", f"the plain step fails: {checks.line_of(plain.error)}"
+        own = "error", "", f"the plain step fails: {first_sentence(plain.error)}"
     faults = values_of_ranks(own, "the plain step")
     for rank, fault in enumerate(faults):
         if fault is not None:
