@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import paddle
@@ -25,62 +25,52 @@ from paddle_recompute.recompute import Unit, treat_calls, undo_recompute
 if TYPE_CHECKING:
     from paddle_recompute.planner.job import Job
 
-MOST_ROUNDS = 9
-"""A round runs a call under each option once."""
 
-
-@dataclass(frozen=True)
 class MeasuredCall:
-    """What a call costs.
+    """The costs of one call under each option, from one `round` or more.
+
+    Args:
+        job: Of the call; its block has no gradients.
+        call: As the skeleton has recorded it.
 
     Attributes:
-        options: By option: the bytes of its last run, the least time of all.
         gradients: Bytes of the gradients that a backward makes, by name in the block.
         frees_inputs: Bytes of each input that go when nobody but the plain block holds it after
             the forward, by where it is among the inputs.
     """
 
-    options: dict[str, OptionCost]
-    gradients: dict[str, int]
-    frees_inputs: dict[str, int]
+    def __init__(self, job: Job, call: RecordedCall) -> None:
+        self._job, self._call = job, call
+        self._block = dict(job.model.named_sublayers(include_self=True))[call.layer]
+        self._runs: dict[str, list[OptionCost]] = {PLAIN: [], WHOLE: []}
+        self.gradients: dict[str, int] = {}
+        if job.keeps_gradients:  # they are there before the backwards that are measured
+            _run(self._block, call)
+        # The first forward of a block is slower than the next ones: this one is not timed.
+        self.frees_inputs = _freed_inputs(self._block, call)
 
-
-def measure_call(job: Job, call: RecordedCall, rounds: int, seconds: float) -> MeasuredCall:
-    """Run a call under each option in turn: what slows one down slows all of them.
-
-    Args:
-        job: Of the call; its block has no gradients.
-        call: As the skeleton has recorded it.
-        rounds: How often; at most `MOST_ROUNDS` times.
-        seconds: More rounds follow within this time.
-    """
-    block = dict(job.model.named_sublayers(include_self=True))[call.layer]
-    if job.keeps_gradients:  # they are there before the backwards that are measured
-        _run(block, call)
-    # The first forward of a block is slower than the next ones: this one is not timed.
-    frees_inputs = _freed_inputs(block, call)
-    runs: dict[str, list[OptionCost]] = {PLAIN: [], WHOLE: []}
-    gradients = {}
-    began = now()
-    for number in range(MOST_ROUNDS):
-        if number >= max(1, rounds) and now() - began > seconds:
-            break
-        for option, own in runs.items():
-            with _under(option, block, preserve_rng_state=job.preserve_rng_state):
-                own.append(_run(block, call))
-            for name, parameter in block.named_parameters():
+    def round(self) -> None:
+        """Run the call once under each option, in turn: what slows one down slows all of them."""
+        for option, runs in self._runs.items():
+            with _under(option, self._block, preserve_rng_state=self._job.preserve_rng_state):
+                runs.append(_run(self._block, self._call))
+            for name, parameter in self._block.named_parameters():
                 if parameter.grad is not None:
-                    gradients[name] = int(parameter.grad.size * parameter.grad.element_size())
-                    if not job.keeps_gradients:
+                    self.gradients[name] = int(parameter.grad.size * parameter.grad.element_size())
+                    if not self._job.keeps_gradients:
                         parameter.clear_gradient(False)
-    plain, whole = (
-        replace(own[-1], seconds=min(run.seconds for run in own)) for own in runs.values()
-    )
-    # Beyond what the call has kept, and what the plain one takes in its backward.
-    again = whole.backward_peak - whole.kept - (plain.backward_peak - plain.kept)
-    # Nothing is faster for being run twice.
-    whole = replace(whole, repeated=max(0, again), seconds=max(plain.seconds, whole.seconds))
-    return MeasuredCall({PLAIN: plain, WHOLE: whole}, gradients, frees_inputs)
+
+    def costs(self) -> dict[str, OptionCost]:
+        """By option: the bytes of the last round, the least time of all."""
+        plain, whole = (
+            replace(runs[-1], seconds=min(run.seconds for run in runs))
+            for runs in self._runs.values()
+        )
+        # Beyond what the call has kept, and what the plain one takes in its backward.
+        again = whole.backward_peak - whole.kept - (plain.backward_peak - plain.kept)
+        # Nothing is faster for being run twice.
+        seconds = max(plain.seconds, whole.seconds)
+        return {PLAIN: plain, WHOLE: replace(whole, repeated=max(0, again), seconds=seconds)}
 
 
 @contextlib.contextmanager

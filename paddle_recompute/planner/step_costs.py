@@ -13,8 +13,9 @@ import paddle
 from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
+from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import PLAIN, CallCost, Event, StepCosts
-from paddle_recompute.planner.measured_call import MeasuredCall, measure_call
+from paddle_recompute.planner.measured_call import MeasuredCall
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
 from paddle_recompute.recompute import is_treated
 from paddle_recompute.replay import ModelState
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 ALWAYS_AFFORDABLE = 0.25
 """Seconds that the measurement of the calls may take however short a step is."""
+MOST_ROUNDS = 9
+"""A round runs a call under each option once."""
 Progress = Callable[[int, int], None]
 """Told (done, total) of the calls that are measured."""
 
@@ -125,20 +128,24 @@ def _measured_kinds(
 ) -> dict[Any, MeasuredCall]:
     """The calls by signature, measured.
 
-    One round gives the bytes. Each kind is run as often as the step calls it, for its time, which
-    takes less than three plain steps.
+    One round gives the bytes. For the time there is a round for each call of the kind in a step,
+    which takes less than three plain steps in all.
     """
-    counts = Counter(call.signature for call in skeleton.calls)
-    seconds = for_times * ALWAYS_AFFORDABLE / len(counts)
     kinds: dict[Any, MeasuredCall] = {}
+    counts = Counter(call.signature for call in skeleton.calls)
+    began = now()
     for call in skeleton.calls:
         if call.inputs is not None:
             if progress is not None:
                 progress(len(kinds), len(counts))
-            rounds = counts[call.signature] if for_times else 1
-            kinds[call.signature] = measure_call(job, call, rounds, seconds)
+            kinds[call.signature] = kind = MeasuredCall(job, call)
+            kind.round()
     if progress is not None:
         progress(len(kinds), len(counts))
+    for number in range(1, MOST_ROUNDS if for_times else 1):
+        for signature, kind in kinds.items():
+            if number < counts[signature] or now() - began < ALWAYS_AFFORDABLE:
+                kind.round()
     return kinds
 
 
@@ -151,6 +158,7 @@ def _composed(
     update_bytes: int,
     in_batch: set[int],
 ) -> StepCosts:
+    costs = {signature: kind.costs() for signature, kind in measured.items()}
     calls: list[CallCost] = []
     # An address is used again in the next pass.
     taken: dict[tuple[int, int], int] = {}
@@ -190,7 +198,7 @@ def _composed(
                 {f"{call.layer}.{name}": size for name, size in kind.gradients.items()},
                 {
                     option: replace(cost, frees_input=sum(freed.values()) if option == PLAIN else 0)
-                    for option, cost in kind.options.items()
+                    for option, cost in costs[call.signature].items()
                 },
             )
         )
