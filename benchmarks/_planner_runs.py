@@ -15,7 +15,7 @@ import paddle
 
 from benchmarks._planner_models import Case
 from benchmarks._prompt_frees import peak_of, run_in_order
-from paddle_recompute import load_config
+from paddle_recompute import RecomputeConfig, load_config
 from paddle_recompute._paddle import memory
 from paddle_recompute.app.config import Config
 from paddle_recompute.errors import PlanError
@@ -25,6 +25,7 @@ from paddle_recompute.planner import (
     Job,
     RecomputePlan,
     StepCosts,
+    choices_of_policy,
     make_plan,
     next_faster,
     smallest,
@@ -32,7 +33,6 @@ from paddle_recompute.planner import (
     uniform,
     within_budget,
 )
-from paddle_recompute.planner.policies import every, segments
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step import TrainStep
 
@@ -211,12 +211,15 @@ def program_config(accumulate_steps: int, recomputes: bool) -> Config:
 
 def hand_policies(costs: StepCosts) -> dict[str, tuple[Choice, ...]]:
     """What users write today."""
-    found = {"all": uniform(costs, "whole"), "every 2nd": every(costs, 2)}
-    found |= {"every 3rd": every(costs, 3)}
+    configs = {
+        "all": RecomputeConfig(),
+        "every 2nd": RecomputeConfig(policy="every_n"),
+        "every 3rd": RecomputeConfig(policy="every_n", every_n=3),
+    }
     layers = len({call.layer for call in costs.calls})
-    if all(call.follows is not None for call in costs.calls[1:layers]):
-        found["segments"] = segments(costs, max(2, round(layers**0.5)))
-    return found
+    if layers > 2 and all(call.follows is not None for call in costs.calls[1:layers]):
+        configs["segments"] = RecomputeConfig(policy="segments")
+    return {name: choices_of_policy(costs, one) for name, one in configs.items()}
 
 
 def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import paddle
@@ -57,6 +57,28 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
             object.__setattr__(fresh, field.name, map_leaves(function, getattr(value, field.name)))
         return fresh
     return function(value)
+
+
+def taken_out(value: Any, is_taken: Callable[[Any], bool]) -> tuple[Any, list[Any]]:
+    """The structure of `value` without the leaves that `is_taken`, for `put_in`; and those."""
+    taken: list[Any] = []
+
+    def take(leaf: Any) -> Any:
+        if not is_taken(leaf):
+            return leaf
+        taken.append(leaf)
+        return _TAKEN
+
+    return map_leaves(take, value), taken
+
+
+def put_in(structure: Any, leaves: Iterable[Any]) -> Any:
+    """The `structure` of `taken_out` with `leaves` in the places of those that were taken."""
+    order = iter(leaves)
+    return map_leaves(lambda leaf: next(order) if leaf is _TAKEN else leaf, structure)
+
+
+_TAKEN = object()
 
 
 def tensors_in(value: Any) -> Iterator[paddle.Tensor]:

@@ -7,6 +7,9 @@ argument works.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 
 class PaddleRecomputeError(Exception):
     """Base of all errors raised on purpose by this library."""
@@ -93,3 +96,27 @@ class StaticGraphError(PaddleRecomputeError, RuntimeError):
 
 class OffloadError(PaddleRecomputeError, OSError):
     """What is kept off the device cannot be stored there, or cannot be used where it is."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first five of `names`, for a message, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def first_sentence(error: BaseException) -> str:
+    """An error in one line: its class, and the first line of it that tells something, without
+    Paddle's listing of transformed code and the headings of its C++.
+    """
+    name = type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith("In transformed code"):
+        own = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == name]
+        lines = own or lines[-1:]
+    # Paddle's C++ begins its own sentence with the kind of the error.
+    telling = [line for line in lines if line.startswith("(")] or [
+        line for line in lines if not line.startswith(("[Hint", "---", "C++ ", "Error Mess"))
+    ]
+    sentence = (telling or lines or ["?"])[0][:300]
+    return f"{name}: {re.sub(rf'^[a-zA-Z_.]*{name}: ', '', sentence)}"

@@ -40,6 +40,7 @@ ROWS, COLUMNS = 1, 0
 """The axis of a tile to sum over if its rows, or its columns, search."""
 
 
+@paddle.jit.not_to_static  # its zip knows no strict=
 def streamed_loss(
     batch: ContrastiveBatch, scale: Scale, options: LossOptions, tile: int
 ) -> paddle.Tensor:

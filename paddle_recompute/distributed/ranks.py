@@ -10,8 +10,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
+from numpy.typing import NDArray
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.layers import saved_buffers
@@ -161,6 +163,17 @@ def mean_over_ranks(value: float, group: Group | None = None) -> float:
         return value
     (total,) = sum_over_ranks([value], "mean_over_ranks()", group)
     return total / len(scope_of(group).ranks)
+
+
+def mean_of_array(array: NDArray[Any], what: str) -> NDArray[Any]:
+    """The mean of an array of the hosts over all ranks, which have the same shape; errors as in
+    `mean_over_ranks`.
+    """
+    if not is_distributed():
+        return array
+    total = paddle.to_tensor(array)
+    run_collective(lambda: dist.all_reduce(total), what)
+    return np.array((total / dist.get_world_size()).numpy())
 
 
 def sum_over_ranks(values: Sequence[float], what: str, group: Group | None = None) -> list[float]:

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 
 from paddle_recompute import _nested
-from paddle_recompute.contrastive import agree_on_rows, gather_rows
-from paddle_recompute.distributed import first_that_differs, scope_of
+from paddle_recompute.distributed import first_that_differs, mean_of_array, scope_of
 from paddle_recompute.distributed import values_of_ranks as gather
 from paddle_recompute.doctor.observation import Array
 from paddle_recompute.doctor.report import DoctorReport
@@ -91,20 +89,14 @@ def check_agreement(report: DoctorReport, values: dict[str, Any]) -> None:
             report.add("ranks_disagree", name, f"{name} is {shown}; set one value on all ranks")
 
 
-def mean_of_ranks(gradients: dict[str, Array | None]) -> dict[str, Array | None]:
-    """The mean of each gradient over the ranks, by an explicit gather; None counts as zero."""
-    means: dict[str, Array | None] = {}
-    ranks = dist.get_world_size()
-    own_shapes = [None if g is None else list(g.shape) for g in gradients.values()]
-    shapes = zip(*gather(own_shapes, "the shapes of gradients"), strict=True)
-    for (name, gradient), of_ranks in zip(gradients.items(), shapes, strict=True):
-        known = next((one for one in of_ranks if one is not None), None)
-        if known is None:
-            means[name] = None
-            continue
-        own = np.zeros(known, "float32") if gradient is None else gradient
-        row = paddle.to_tensor(own.reshape([1, -1]))
-        (rows,) = gather_rows([row], agree_on_rows([row], None), None)
-        total = rows.numpy().astype("float64").sum(axis=0).reshape(known)
-        means[name] = (total / ranks).astype("float32")
-    return means
+def mean_of_ranks(
+    model: paddle.nn.Layer, gradients: dict[str, Array | None]
+) -> dict[str, Array | None]:
+    """The mean of each gradient over the ranks, one by one; None counts as zero."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return {
+        name: mean_of_array(
+            np.zeros(shapes[name], "float32") if one is None else one, "a gradient of the doctor"
+        )
+        for name, one in gradients.items()
+    }

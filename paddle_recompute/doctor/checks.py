@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import paddle
 
 from paddle_recompute._paddle.layers import BATCH_NORMS
-from paddle_recompute.doctor.observation import Array, Observation, Output
+from paddle_recompute.doctor.observation import Array, LossError, Observation, Output
 from paddle_recompute.doctor.report import DoctorReport
+from paddle_recompute.errors import PaddleRecomputeError, first_sentence
 
 CLOSE = 1e-5
 """Largest difference of two gradients that counts as rounding, relative to the largest entry."""
@@ -79,12 +79,12 @@ def check_equal(
     report: DoctorReport,
     plain: Observation,
     seen: Observation,
-    *,
     what: str,
     tolerance: float = CLOSE,
-    has_outputs: bool = True,
+    *,
+    has_outputs: bool = False,
 ) -> None:
-    """Check that loss, gradients, buffers and random stream equal those of the plain step.
+    """Check that the step ends, with the loss, gradients, buffers and stream of the plain one.
 
     Args:
         report: Takes the findings.
@@ -94,6 +94,9 @@ def check_equal(
         tolerance: For gradients, relative to the largest entry.
         has_outputs: Whether the outputs of sublayers can be compared, call by call.
     """
+    if seen.error is not None:
+        report.add(*_how_it_fails(seen.error, what))
+        return
     where = first_difference(plain.outputs, seen.outputs) if has_outputs else None
     if where is not None:
         report.add("forward_differs", where, f"its output with {what} is not the output without")
@@ -108,7 +111,8 @@ def check_equal(
     }
     if differing:
         # The gradient flows from the last call to the first: the last one is the first to differ.
-        order = _owners(plain.outputs)
+        first_calls = reversed([*enumerate(plain.outputs)])
+        order = {output.layer: place for place, output in first_calls}
         name = max(differing, key=lambda one: order.get(one.rpartition(".")[0], -1))
         kind, advice = _gradient_fault(differing[name], what)
         report.add(
@@ -135,34 +139,30 @@ def check_equal(
         )
 
 
+def _how_it_fails(error: BaseException, what: str) -> tuple[str, str, str]:
+    if isinstance(error, LossError):
+        return "loss_not_scalar", what, str(error)
+    if isinstance(error, PaddleRecomputeError):
+        return "refused", "", f"the step with {what} is refused: {first_sentence(error)}"
+    told = f"the step with {what} fails, and the plain one does not: {first_sentence(error)}"
+    return "error", "", told
+
+
 def _gradient_fault(fault: str, what: str) -> tuple[str, str]:
     """Kind and message for what `_difference` says of a gradient."""
     if fault == "missing":
-        return "gradient_missing", (
-            f"gets no gradient with {what}, but one without. Fleet's recompute loses gradients if "
-            "no input of a layer needs one, or if an input is in a list or dict; use "
-            "paddle_recompute.recompute"
-        )
+        advice = "Let its backward begin at the outputs of this model"
+        if what == "recompute":
+            advice = (
+                "Fleet's recompute loses gradients if no input of a layer needs one, or if an "
+                "input is in a list or dict; use paddle_recompute.recompute"
+            )
+        return "gradient_missing", f"gets no gradient with {what}, but one without. {advice}"
     if fault == "extra":
         return "gradient_extra", f"gets a gradient with {what}, but none without"
     return "gradient_differs", (
         f"gets another gradient with {what}: off by {fault} of the largest entry"
     )
-
-
-def check_backward(
-    report: DoctorReport, plain: Observation, seen: Observation, *, what: str
-) -> None:
-    """Check that each parameter with a gradient has one in the other step, whatever its value."""
-    for name, gradient in plain.gradients.items():
-        if gradient is not None and gradient.any() and seen.gradients.get(name) is None:
-            report.add(
-                "gradient_missing",
-                name.rpartition(".")[0] or name,
-                f"{name} gets no gradient with {what}, but one without; call backward in it, from "
-                "the outputs of this model",
-            )
-            return
 
 
 def check_calls(
@@ -320,11 +320,3 @@ def _difference(expected: Array | None, found: Array | None, tolerance: float) -
     if np.isfinite(gap) and gap <= tolerance * max(largest, 1e-12):
         return None
     return f"{gap / max(largest, 1e-12):.2g}"
-
-
-def _owners(outputs: list[Output]) -> Mapping[str, int]:
-    """The position of the first call of each sublayer."""
-    order: dict[str, Any] = {}
-    for place, output in enumerate(outputs):
-        order.setdefault(output.layer, place)
-    return order

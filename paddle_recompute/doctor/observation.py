@@ -7,6 +7,7 @@ and Python are put back before it.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -76,10 +77,7 @@ class Observation:
 
     def calls(self) -> dict[str, int]:
         """The number of calls of each sublayer, in forward and backward."""
-        count: dict[str, int] = {}
-        for output in [*self.outputs, *self.repeated]:
-            count[output.layer] = count.get(output.layer, 0) + 1
-        return count
+        return Counter(output.layer for output in [*self.outputs, *self.repeated])
 
 
 class State:

@@ -19,17 +19,6 @@ from paddle_recompute.doctor.examination import doctor
 from paddle_recompute.options import RecomputeConfig
 
 _WIDTH = 16
-_CASES: dict[str, Callable[[], dict[str, Any]]] = {}
-"""By title: returns the arguments of `doctor`."""
-
-
-def _case(title: str) -> Callable[[Callable[[], dict[str, Any]]], None]:
-    """Let the doctor examine what a function returns."""
-
-    def register(build: Callable[[], dict[str, Any]]) -> None:
-        _CASES[title] = build
-
-    return register
 
 
 def self_test() -> dict[str, Any]:
@@ -74,7 +63,6 @@ def _square(model: nn.Layer, batch: paddle.Tensor) -> paddle.Tensor:
     return model(batch).square().mean()
 
 
-@_case("bfloat16 under auto_cast")
 def _auto_cast() -> dict[str, Any]:
     def loss_fn(model: nn.Layer, batch: paddle.Tensor) -> paddle.Tensor:
         with paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
@@ -88,7 +76,6 @@ def _auto_cast() -> dict[str, Any]:
     }
 
 
-@_case("an encoder of three layers")
 def _encoder() -> dict[str, Any]:
     layers = [nn.TransformerEncoderLayer(_WIDTH, 2, 32, dropout=0.1) for _ in range(3)]
     return {
@@ -99,7 +86,6 @@ def _encoder() -> dict[str, Any]:
     }
 
 
-@_case("an embedding and an LSTM, whose first inputs need no gradient")
 def _recurrent() -> dict[str, Any]:
     class Recurrent(nn.Layer):
         def __init__(self) -> None:
@@ -117,7 +103,6 @@ def _recurrent() -> dict[str, Any]:
     }
 
 
-@_case("convolutions and BatchNorm")
 def _convolutions() -> dict[str, Any]:
     model = nn.Sequential(
         nn.Conv2D(1, 4, 3, padding=1), nn.BatchNorm2D(4), nn.ReLU(), nn.Flatten(), nn.Linear(128, 2)
@@ -130,7 +115,6 @@ def _convolutions() -> dict[str, Any]:
     }
 
 
-@_case("a gradient cache")
 def _grad_cache() -> dict[str, Any]:
     model, loss = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()), ContrastiveLoss(0.1)
     return {
@@ -139,3 +123,13 @@ def _grad_cache() -> dict[str, Any]:
         "loss_fn": lambda model, pair: loss(model(pair[0]), model(pair[1])),
         "grad_cache": GradCache(model, loss, chunk_size=3),
     }
+
+
+_CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "bfloat16 under auto_cast": _auto_cast,
+    "an encoder of three layers": _encoder,
+    "an embedding and an LSTM, whose first inputs need no gradient": _recurrent,
+    "convolutions and BatchNorm": _convolutions,
+    "a gradient cache": _grad_cache,
+}
+"""By title: returns the arguments of `doctor`."""

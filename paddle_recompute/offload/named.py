@@ -18,12 +18,11 @@ from paddle_recompute.offload._ranks import Carrier, RankSlot
 from paddle_recompute.offload._resident import chains_of
 from paddle_recompute.offload._state import show_values_in_state_dict
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
-from paddle_recompute.options import AUTO, RecomputeConfig
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import (
     OFFLOADS,
     InputStorage,
     WrappedLayer,
-    find_blocks,
     layers_matching,
     replace_class,
     slots,
@@ -118,10 +117,7 @@ def offload_layers(model: paddle.nn.Layer, config: RecomputeConfig) -> OffloadRe
     place = config.offload_parameters
     if place == "none":
         raise ConfigError("offload_parameters is none; set it to host, disk or ranks")
-    if config.checkpoints == [AUTO]:
-        names = [name for one in find_blocks(model) for name in one.names]
-    else:
-        names = layers_matching(model, config.checkpoints)
+    names = layers_matching(model, config.checkpoints)
     found = dict(model.named_sublayers())
     layers = [found[name] for name in names]
     _check_not_wrapped(names, layers)

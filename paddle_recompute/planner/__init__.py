@@ -8,7 +8,7 @@ which treats the calls of a model; `planning` measures a step under it, and plan
 too much.
 """
 
-from paddle_recompute.planner.batch_size import costs_of_batch, extrapolated, probe
+from paddle_recompute.planner.batch_size import extrapolated, probe
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, maximum
 from paddle_recompute.planner.find_batch import BatchSize, find_batch_size, largest_that_fits
 from paddle_recompute.planner.job import Job
@@ -19,8 +19,8 @@ from paddle_recompute.planner.planning import (
     verified,
     within_budget,
 )
-from paddle_recompute.planner.policies import choices_of_policy, every, segments, uniform
-from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
+from paddle_recompute.planner.policies import choices_of_policy, uniform
+from paddle_recompute.planner.recompute_plan import RecomputePlan, make_plan
 from paddle_recompute.planner.simulate import JOINED, Choice, Timeline, simulate
 from paddle_recompute.planner.solve import Solution, next_faster, smallest, solve
 from paddle_recompute.planner.stages import BUCKETS, Stage, offloaded, spread, stages
@@ -28,7 +28,6 @@ from paddle_recompute.planner.stages import BUCKETS, Stage, offloaded, spread, s
 __all__ = [
     "BUCKETS",
     "JOINED",
-    "MOST_CORRECTIONS",
     "PLAIN",
     "WHOLE",
     "BatchSize",
@@ -41,9 +40,7 @@ __all__ = [
     "StepCosts",
     "Timeline",
     "choices_of_policy",
-    "costs_of_batch",
     "estimate",
-    "every",
     "extrapolated",
     "find_batch_size",
     "largest_that_fits",
@@ -53,7 +50,6 @@ __all__ = [
     "offloaded",
     "plan",
     "probe",
-    "segments",
     "simulate",
     "smallest",
     "solve",

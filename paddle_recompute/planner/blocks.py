@@ -9,7 +9,7 @@ import paddle
 from paddle_recompute._paddle.layers import children_of
 from paddle_recompute.errors import PlanError, SelectionError
 from paddle_recompute.options import AUTO
-from paddle_recompute.recompute import find_blocks, layers_matching
+from paddle_recompute.recompute import layers_matching
 
 
 def planned_blocks(
@@ -28,15 +28,12 @@ def planned_blocks(
         SelectionError: A pattern matches nothing, or ``auto`` finds no repeated blocks.
     """
     layers = dict(model.named_sublayers(include_self=True))
-    if checkpoints is None or list(checkpoints) == [AUTO]:
-        try:
-            names = [name for one in find_blocks(model) for name in one.names]
-        except SelectionError:
-            if checkpoints is not None:
-                raise
-            names = [name for name, child in children_of(model) if child.parameters()]
-    else:
-        names = layers_matching(model, list(checkpoints))
+    try:
+        names = layers_matching(model, [AUTO] if checkpoints is None else list(checkpoints))
+    except SelectionError:
+        if checkpoints is not None:
+            raise
+        names = [name for name, child in children_of(model) if child.parameters()]
     if not names:
         raise PlanError(
             "the model has no Layers that could be blocks; name them in checkpoints"

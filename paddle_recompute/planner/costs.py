@@ -55,7 +55,6 @@ class CallCost:
         number: Which call of this Layer in its pass it is, from 0.
         pass_number: The pass that it is of: all forwards and backwards until no forward waits for
             its backward any more. A step has one pass, or one for each chunk of a gradient cache.
-        kind: Number of its signature; calls of the same signature cost the same.
         input_bytes: Inputs that nothing but this call would keep.
         output_bytes: Its outputs.
         output_is_kept: Whether something other than the call keeps its output, under all options:
@@ -68,7 +67,6 @@ class CallCost:
     layer: str
     number: int
     pass_number: int
-    kind: int
     input_bytes: int
     output_bytes: int
     output_is_kept: bool

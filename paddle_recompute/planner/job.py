@@ -26,7 +26,7 @@ from paddle_recompute.planner.costs import StepCosts
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.planner.step_costs import Progress, clear_gradients, measure_step
 from paddle_recompute.sharding import inner_of, parts_of_ranks
-from paddle_recompute.train_step import inputs_of_cache
+from paddle_recompute.train_step import check_one_loss, inputs_of_cache
 
 LossFn = Callable[[Any, Any], paddle.Tensor]
 
@@ -76,11 +76,7 @@ class Job:
 
     def __post_init__(self) -> None:
         """Check that there is one way to compute the gradient."""
-        if (self.loss_fn is None) == (self.grad_cache is None):
-            raise ConfigError(
-                f"received {'neither' if self.loss_fn is None else 'both'} of loss_fn and "
-                "grad_cache; give one of them: a gradient cache has a loss of its own"
-            )
+        check_one_loss(self.loss_fn, self.grad_cache)
 
     @property
     def blocks(self) -> dict[str, paddle.nn.Layer]:

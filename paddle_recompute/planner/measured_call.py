@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import paddle
 
@@ -17,79 +17,54 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.amp import amp_state_of
 from paddle_recompute._paddle.layers import is_initialized
-from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import PLAIN, WHOLE, OptionCost
 from paddle_recompute.planner.skeleton import HostTensor, RecordedCall
 from paddle_recompute.recompute import Unit, treat_calls, undo_recompute
 
+if TYPE_CHECKING:
+    from paddle_recompute.planner.job import Job
+
 
 class MeasuredCall:
-    """The costs of one call under each option, from one round or more.
+    """The costs of one call under each option, from one `round` or more.
 
     Args:
-        model: The model of the call.
+        job: Of the call; its block has no gradients.
         call: As the skeleton has recorded it.
-        preserve_rng_state: As in `recompute`.
-        keeps_gradients: Whether the gradients of parameters are there before the backward.
 
     Attributes:
         gradients: Bytes of the gradients that a backward makes, by name in the block.
         frees_inputs: Bytes of each input that go when nobody but the plain block holds it after
             the forward, by where it is among the inputs.
-        rounds: How often each option was run.
-        spent: Seconds of the last round.
-
-    Raises:
-        PlanError: The block has gradients.
     """
 
-    def __init__(
-        self,
-        model: paddle.nn.Layer,
-        call: RecordedCall,
-        *,
-        preserve_rng_state: bool = True,
-        keeps_gradients: bool = False,
-    ) -> None:
-        self._keeps_gradients = keeps_gradients
-        self._block = dict(model.named_sublayers(include_self=True))[call.layer]
-        self._call = call
-        self._preserve_rng_state = preserve_rng_state
-        if any(p.grad is not None for p in self._block.parameters()):
-            raise PlanError(
-                f"'{call.layer}' has gradients; measure between two steps, after clear_gradient"
-            )
+    def __init__(self, job: Job, call: RecordedCall) -> None:
+        self._job, self._call = job, call
+        self._block = dict(job.model.named_sublayers(include_self=True))[call.layer]
         self._runs: dict[str, list[OptionCost]] = {PLAIN: [], WHOLE: []}
         self.gradients: dict[str, int] = {}
-        self.frees_inputs: dict[str, int] = {}
-        self.rounds, self.spent = 0, 0.0
-
-    @property
-    def plain_seconds(self) -> float:
-        """The least time of the plain call."""
-        return min(run.seconds for run in self._runs[PLAIN])
+        if job.keeps_gradients:  # they are there before the backwards that are measured
+            _run(self._block, call)
+        # The first forward of a block is slower than the next ones: this one is not timed.
+        self.frees_inputs = _freed_inputs(self._block, call)
 
     def round(self) -> None:
         """Run the call once under each option, in turn: what slows one down slows all of them."""
-        began = now()
-        if self._keeps_gradients and not self.rounds:
-            _run(self._block, self._call)
-        if not self.rounds:
-            # The first forward of a block is slower than the next ones: this one is not timed.
-            self.frees_inputs = _freed_inputs(self._block, self._call)
         for option, runs in self._runs.items():
-            with self._under(option):
+            with _under(option, self._block, preserve_rng_state=self._job.preserve_rng_state):
                 runs.append(_run(self._block, self._call))
-            self._note_gradients()
-        self.rounds += 1
-        self.spent = now() - began
+            for name, parameter in self._block.named_parameters():
+                if parameter.grad is not None:
+                    self.gradients[name] = int(parameter.grad.size * parameter.grad.element_size())
+                    if not self._job.keeps_gradients:
+                        parameter.clear_gradient(False)
 
     def costs(self) -> dict[str, OptionCost]:
         """By option: the bytes of the last round, the least time of all."""
         plain, whole = (
             replace(runs[-1], seconds=min(run.seconds for run in runs))
-            for runs in (self._runs[PLAIN], self._runs[WHOLE])
+            for runs in self._runs.values()
         )
         # Beyond what the call has kept, and what the plain one takes in its backward.
         again = whole.backward_peak - whole.kept - (plain.backward_peak - plain.kept)
@@ -97,23 +72,17 @@ class MeasuredCall:
         seconds = max(plain.seconds, whole.seconds)
         return {PLAIN: plain, WHOLE: replace(whole, repeated=max(0, again), seconds=seconds)}
 
-    def _note_gradients(self) -> None:
-        for name, parameter in self._block.named_parameters():
-            if parameter.grad is not None:
-                self.gradients[name] = int(parameter.grad.size * parameter.grad.element_size())
-                if not self._keeps_gradients:
-                    parameter.clear_gradient(False)
 
-    @contextlib.contextmanager
-    def _under(self, option: str) -> Iterator[None]:
-        """Inside, the block is treated as `option` says."""
-        # The name of a model within itself is "".
-        units = [] if option == PLAIN else [Unit(("",), (0,))]
-        try:
-            treat_calls(self._block, units, {"": 1}, preserve_rng_state=self._preserve_rng_state)
-            yield
-        finally:
-            undo_recompute(self._block)
+@contextlib.contextmanager
+def _under(option: str, block: paddle.nn.Layer, *, preserve_rng_state: bool) -> Iterator[None]:
+    """Inside, the block is treated as `option` says."""
+    # The name of a model within itself is "".
+    units = [] if option == PLAIN else [Unit(("",), (0,))]
+    try:
+        treat_calls(block, units, {"": 1}, preserve_rng_state=preserve_rng_state)
+        yield
+    finally:
+        undo_recompute(block)
 
 
 def _freed_inputs(block: paddle.nn.Layer, call: RecordedCall) -> dict[str, int]:

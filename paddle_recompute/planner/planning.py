@@ -19,16 +19,13 @@ from paddle_recompute.planner.batch_size import costs_of_batch
 from paddle_recompute.planner.costs import WHOLE, StepCosts
 from paddle_recompute.planner.job import Job, LossFn
 from paddle_recompute.planner.policies import choices_of_policy, uniform
-from paddle_recompute.planner.recompute_plan import (
-    MOST_CORRECTIONS,
-    RecomputePlan,
-    infeasible,
-    make_plan,
-)
+from paddle_recompute.planner.recompute_plan import RecomputePlan, infeasible, make_plan
 from paddle_recompute.planner.simulate import Choice, Timeline, simulate
 from paddle_recompute.planner.solve import smallest
 from paddle_recompute.planner.step_costs import Progress, StepState
 
+MOST_CORRECTIONS = 3
+"""How often a plan whose measured step was above the budget is made anew."""
 DOUBT = 1.15
 """A budget is measured before it is refused if the smallest predicted peak is up to this above."""
 USED = 0.97
@@ -132,9 +129,7 @@ def estimate(
         >>> found.parts["parameters"]
         136704
     """
-    if checkpoints is None and isinstance(recompute, RecomputeConfig):
-        checkpoints = recompute.checkpoints
-    if checkpoints is None and isinstance(recompute, RecomputePlan):
+    if checkpoints is None and recompute is not None:
         checkpoints = recompute.checkpoints
     _refuse_offload(options)
     job = Job(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-
 from paddle_recompute.errors import PlanError
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.simulate import JOINED, Choice
+from paddle_recompute.recompute import grouped
 
 
 def uniform(costs: StepCosts, option: str) -> tuple[Choice, ...]:
@@ -20,50 +18,27 @@ def choices_of_policy(costs: StepCosts, config: RecomputeConfig | None) -> tuple
     """What `config` does with the calls, whose Layers are those that it selects.
 
     Raises:
-        PlanError: The policy is not one of ``all``, ``every_n`` and ``segments``.
+        PlanError: The policy is ``budget``.
+        SelectionError: It asks for more segments than there are Layers.
     """
     if config is None or not config.enable:
         return uniform(costs, PLAIN)
-    if config.policy == "all":
-        return uniform(costs, WHOLE)
-    if config.policy == "every_n":
-        return every(costs, config.every_n)
-    if config.policy == "segments":
-        layers = len({call.layer for call in costs.calls})
-        count = round(math.sqrt(layers)) if config.segments == "auto" else config.segments
-        return segments(costs, count)
-    raise PlanError(f"policy: {config.policy} is not a policy by hand; use plan()")
-
-
-def every(costs: StepCosts, n: int) -> tuple[Choice, ...]:
-    """The first, (n+1)th, ... Layer whole."""
-    layers = list(dict.fromkeys(call.layer for call in costs.calls))
-    chosen = set(layers[::n])
-    return tuple(
-        Choice(number, number, WHOLE if call.layer in chosen else PLAIN)
-        for number, call in enumerate(costs.calls)
-    )
-
-
-def segments(costs: StepCosts, count: int) -> tuple[Choice, ...]:
-    """`count` joined runs of nearly equal length, in each pass."""
-    layers = list(dict.fromkeys(call.layer for call in costs.calls))
-    bounds = [round(i * len(layers) / count) for i in range(count + 1)]
-    group = {
-        layer: place
-        for place, (a, b) in enumerate(itertools.pairwise(bounds))
-        for layer in layers[a:b]
-    }
+    if config.policy == "budget":
+        raise PlanError("policy: budget is not a policy by hand; use plan()")
+    groups = grouped(list(dict.fromkeys(call.layer for call in costs.calls)), config)
+    group_of = {layer: place for place, names in enumerate(groups) for layer in names}
     found: list[Choice] = []
     for number, call in enumerate(costs.calls):
-        last = found[-1] if found else None
-        joins = (
-            last is not None
+        group, before = group_of.get(call.layer), costs.calls[number - 1]
+        if group is None:
+            found.append(Choice(number, number, PLAIN))
+        elif (
+            number
             and call.follows == number - 1
-            and group[costs.calls[last.first].layer] == group[call.layer]
-        )
-        if joins and last is not None:
-            found[-1] = Choice(last.first, number, JOINED)
+            and group == group_of.get(before.layer)
+            and len(groups[group]) > 1
+        ):
+            found[-1] = Choice(found[-1].first, number, JOINED)
         else:
             found.append(Choice(number, number, WHOLE))
     return tuple(found)

@@ -16,9 +16,8 @@ from paddle_recompute._files import read_json
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
-from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.costs import PLAIN, StepCosts
 from paddle_recompute.planner.simulate import (
-    JOINED,
     Choice,
     Timeline,
     own_option,
@@ -27,16 +26,9 @@ from paddle_recompute.planner.simulate import (
 )
 from paddle_recompute.planner.solve import Solution, next_faster, smallest, solve
 from paddle_recompute.planner.stages import offloaded, stages
-from paddle_recompute.recompute import (
-    Unit,
-    is_treated,
-    treat_calls,
-    undo_recompute,
-)
+from paddle_recompute.recompute import Unit, is_treated, treat_calls, undo_recompute
 
-FORMAT = 4
-MOST_CORRECTIONS = 3
-"""How often a plan whose measured step was above the budget is made anew."""
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -109,31 +101,24 @@ class RecomputePlan:
             raise PlanError(
                 f"the plan is of another model: it has no block '{min(unknown)}'. Make a new plan"
             )
-        treat_calls(
-            model, self._units(), self._num_calls(), preserve_rng_state=self.preserve_rng_state
-        )
+        in_order = sorted(self.costs.calls, key=lambda call: call.number)
+        num_calls = {call.layer: call.number + 1 for call in in_order}
+        treat_calls(model, self._units(), num_calls, preserve_rng_state=self.preserve_rng_state)
 
     @staticmethod
     def remove(model: paddle.nn.Layer) -> None:
         """Undo `apply`, and all other wrapping of `model`."""
         undo_recompute(model)
 
-    def _num_calls(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for call in self.costs.calls:
-            counts[call.layer] = max(counts.get(call.layer, 0), call.number + 1)
-        return counts
-
     def _units(self) -> list[Unit]:
-        units: dict[Unit, None] = {}
-        for choice in self.choices:
-            if choice.option in (WHOLE, JOINED):
-                calls = self.costs.calls[choice.first : choice.last + 1]
-                unit = Unit(
-                    tuple(call.layer for call in calls), tuple(call.number for call in calls)
-                )
-                units[unit] = None
-        return list(units)
+        """What is recomputed together; the passes of a step are treated alike."""
+        units = [
+            Unit(tuple(call.layer for call in calls), tuple(call.number for call in calls))
+            for choice in self.choices
+            if choice.option != PLAIN
+            for calls in [self.costs.calls[choice.first : choice.last + 1]]
+        ]
+        return list(dict.fromkeys(units))
 
     # ----------------------------------------------------------------------------- correct
 
@@ -158,17 +143,7 @@ class RecomputePlan:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "format": FORMAT,
-            "memory_budget": self.memory_budget,
-            "signature": self.signature,
-            "checkpoints": self.checkpoints,
-            "exact": self.exact,
-            "measured_bytes": self.measured_bytes,
-            "preserve_rng_state": self.preserve_rng_state,
-            "choices": [asdict(choice) for choice in self.choices],
-            "costs": self.costs.to_dict(),
-        }
+        return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RecomputePlan:

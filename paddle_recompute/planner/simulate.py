@@ -133,7 +133,7 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
     cost_of = {n: calls[n].options[own_option(choice)] for n, choice in choice_of.items()}
     kept = {n: kept_bytes(calls, n, cost) for n, cost in cost_of.items()}
     for n, choice in choice_of.items():
-        if choice.option == JOINED and n > choice.first:  # the segment computes its input again
+        if n > choice.first:  # the segment computes its input again
             kept[n] -= given_up_bytes(calls, n, cost_of[n])
     base = costs.base + costs.excess
     above = 0  # bytes of the calls, above the skeleton
@@ -161,9 +161,7 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
             above -= kept[number]
             continue
         level -= call.output_bytes  # its gradient, which is part of the measured peak
-        if choice.option != JOINED:
-            change = -kept[number]
-        elif number < choice.last:
+        if number < choice.last:
             change = -live.pop(number)
             cost = call.options[PLAIN]
         else:

@@ -8,6 +8,7 @@ plain step, and everything outside of the blocks (embedding, head, loss) is the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -189,7 +190,8 @@ class _Recorder:
         memory.reset_peak()
         level = memory.current_bytes()
         try:
-            gated: Any = _Gate.apply(_GateHolder(self, place), *tensors) if tensors else ()
+            done = functools.partial(self.event, "done", place)
+            gated: Any = _Gate.apply(done, *tensors) if tensors else ()
             gated = gated if isinstance(gated, (tuple, list)) else [gated]
             passed = _Pass.apply(anchor, holder, *gated)
         finally:
@@ -209,11 +211,7 @@ class _Recorder:
         holder.forward = None
         weakref.finalize(holder, self._dropped, place)
         passed = passed if isinstance(passed, (tuple, list)) else (passed,)
-        outputs = _nested.map_leaves(
-            lambda leaf: passed[leaf.position] if isinstance(leaf, _OutputPosition) else leaf,
-            holder.outputs,
-        )
-        holder.outputs = None
+        outputs, holder.outputs = _nested.put_in(holder.outputs, passed), None
         own_inputs, pointers = _pointers(inputs), _pointers(outputs)
         made_by = {self._outputs[one] for one in own_inputs if one in self._outputs}
         for pointer in own_inputs:
@@ -305,13 +303,6 @@ class _Saved:
         self._tensor = None
 
 
-class _GateHolder:
-    """What a `_Gate` needs; Paddle does not look into it."""
-
-    def __init__(self, recorder: _Recorder, place: int) -> None:
-        self.recorder, self.place = recorder, place
-
-
 class _Gate(paddle.autograd.PyLayer):
     """Notes when the backward of a call is over.
 
@@ -320,15 +311,15 @@ class _Gate(paddle.autograd.PyLayer):
     """
 
     @staticmethod
-    def forward(ctx: Any, holder: _GateHolder, *tensors: paddle.Tensor) -> Any:
-        ctx.recorder, ctx.place = holder.recorder, holder.place
+    def forward(ctx: Any, done: Callable[[], None], *tensors: paddle.Tensor) -> Any:
+        ctx.done = done
         ctx.set_materialize_grads(False)
         # Only gradients go this way; the block gets its inputs themselves.
         return tuple(paddle.zeros([1], tensor.dtype) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.recorder.event("done", ctx.place)
+        ctx.done()
         return gradients if len(gradients) > 1 else gradients[0]
 
 
@@ -343,13 +334,7 @@ class _Holder:
     likenesses: list[tuple[Any, Any]]
     """Shape and dtype of the inputs that get gradients."""
     outputs: Any = None
-
-
-class _OutputPosition:
-    """Stands for an output tensor."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
+    """Their structure, without the tensors that come out of `_Pass`."""
 
 
 class _Pass(paddle.autograd.PyLayer):
@@ -363,15 +348,12 @@ class _Pass(paddle.autograd.PyLayer):
         assert holder.forward is not None
         result = holder.forward(*args, **kwargs)
         given = {id(tensor) for tensor in _nested.tensors_in(holder.inputs)}
-        passed: list[paddle.Tensor] = []
-
-        def replaced(leaf: Any) -> Any:
-            if not _nested.is_tensor(leaf) or id(leaf) in given or not leaf.is_floating_point():
-                return leaf
-            passed.append(leaf)
-            return _OutputPosition(len(passed) - 1)
-
-        holder.outputs = _nested.map_leaves(replaced, result)
+        holder.outputs, passed = _nested.taken_out(
+            result,
+            lambda leaf: (
+                _nested.is_tensor(leaf) and id(leaf) not in given and leaf.is_floating_point()
+            ),
+        )
         # A block that hands its input on (LayerDrop) has no backward; Paddle wants an output.
         return tuple(passed) or paddle.zeros([1])
 

@@ -23,10 +23,8 @@ from paddle_recompute.replay import ModelState
 if TYPE_CHECKING:
     from paddle_recompute.planner.job import Job
 
-AFFORDABLE = 4.0
-"""Plain steps whose time the measurement of the calls may take, if one round of it does not."""
 ALWAYS_AFFORDABLE = 0.25
-"""Seconds that it may take however short a step is."""
+"""Seconds that the measurement of the calls may take however short a step is."""
 MOST_ROUNDS = 9
 """A round runs a call under each option once."""
 Progress = Callable[[int, int], None]
@@ -34,10 +32,7 @@ Progress = Callable[[int, int], None]
 
 
 def measure_step(
-    job: Job,
-    *,
-    only_bytes: bool = False,
-    progress: Progress | None = None,
+    job: Job, *, only_bytes: bool = False, progress: Progress | None = None
 ) -> StepCosts:
     """Measure the step of `job`; parameters, buffers, gradients and random streams stay the same.
 
@@ -73,21 +68,7 @@ def measure_step(
         _check_recorded(skeleton, blocks)
         gradients = {id(p): _bytes_of_gradient(p) for p in parameters if p.grad is not None}
         clear_gradients(parameters)
-        kinds = _measured_kinds(
-            {
-                call.signature: MeasuredCall(
-                    job.model,
-                    call,
-                    preserve_rng_state=job.preserve_rng_state,
-                    keeps_gradients=keeps_gradients,
-                )
-                for call in skeleton.calls
-                if call.inputs is not None
-            },
-            skeleton,
-            progress,
-            for_times=not only_bytes,
-        )
+        kinds = _measured_kinds(job, skeleton, progress, for_times=not only_bytes)
     finally:
         clear_gradients(parameters)
         state.put_back()
@@ -143,34 +124,28 @@ def _check_recorded(skeleton: Skeleton, blocks: Mapping[str, paddle.nn.Layer]) -
 
 
 def _measured_kinds(
-    kinds: dict[Any, MeasuredCall],
-    skeleton: Skeleton,
-    progress: Progress | None,
-    *,
-    for_times: bool,
+    job: Job, skeleton: Skeleton, progress: Progress | None, *, for_times: bool
 ) -> dict[Any, MeasuredCall]:
     """The calls by signature, measured.
 
-    One round gives the bytes. More of them, for the times, take what time is left: each goes to the
-    kind where it should help most. The first runs are the slowest, and the least time of n rounds
-    comes nearer to the true one by about 1/n.
+    One round gives the bytes. For the time there is a round for each call of the kind in a step,
+    which takes less than three plain steps in all.
     """
+    kinds: dict[Any, MeasuredCall] = {}
     counts = Counter(call.signature for call in skeleton.calls)
     began = now()
-    for done, kind in enumerate(kinds.values()):
-        if progress is not None:
-            progress(done, len(kinds))
-        kind.round()
+    for call in skeleton.calls:
+        if call.inputs is not None:
+            if progress is not None:
+                progress(len(kinds), len(counts))
+            kinds[call.signature] = kind = MeasuredCall(job, call)
+            kind.round()
     if progress is not None:
-        progress(len(kinds), len(kinds))
-    outside = sum(event.seconds for event in skeleton.events)
-    while for_times:
-        one = max(kinds, key=lambda one: counts[one] / kinds[one].rounds ** 2)
-        plain = outside + sum(counts[one] * kind.plain_seconds for one, kind in kinds.items())
-        spent = now() - began + kinds[one].spent
-        if kinds[one].rounds >= MOST_ROUNDS or spent > max(AFFORDABLE * plain, ALWAYS_AFFORDABLE):
-            break
-        kinds[one].round()
+        progress(len(kinds), len(counts))
+    for number in range(1, MOST_ROUNDS if for_times else 1):
+        for signature, kind in kinds.items():
+            if number < counts[signature] or now() - began < ALWAYS_AFFORDABLE:
+                kind.round()
     return kinds
 
 
@@ -183,7 +158,6 @@ def _composed(
     update_bytes: int,
     in_batch: set[int],
 ) -> StepCosts:
-    kinds = {signature: number for number, signature in enumerate(measured)}
     costs = {signature: kind.costs() for signature, kind in measured.items()}
     calls: list[CallCost] = []
     # An address is used again in the next pass.
@@ -217,7 +191,6 @@ def _composed(
                 call.layer,
                 call.number,
                 call.pass_number,
-                kinds[call.signature],
                 sum(own.values()),
                 call.output_bytes,
                 call.output_pointers.keys() <= call.kept_outputs,

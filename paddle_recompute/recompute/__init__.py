@@ -5,7 +5,6 @@
 that a configuration selects.
 """
 
-from paddle_recompute.recompute._auto import find_blocks
 from paddle_recompute.recompute._hooks import innermost
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
 from paddle_recompute.recompute._plainly import called_plainly, wrapped_layers
@@ -27,6 +26,7 @@ from paddle_recompute.recompute.selection import (
     RecomputeReport,
     apply_recompute,
     check_patterns,
+    grouped,
     layers_matching,
 )
 from paddle_recompute.recompute.treatment import (
@@ -55,8 +55,8 @@ __all__ = [
     "apply_recompute",
     "called_plainly",
     "check_patterns",
-    "find_blocks",
     "forward_count",
+    "grouped",
     "hands_on",
     "innermost",
     "is_recomputing",

@@ -18,6 +18,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.backward import after_each_backward, current_backward, watch_backward
+from paddle_recompute.errors import listed
 from paddle_recompute.replay import (
     Stamp,
     is_recomputing,
@@ -75,14 +76,14 @@ class FirstStep:
         faults = []
         if self.not_called:
             faults.append(
-                f"{_listed(self.not_called)}: not called by any forward of the first step, so "
+                f"{listed(self.not_called)}: not called by any forward of the first step, so "
                 "nothing is recomputed there. The model does not use it, or calls its forward() "
                 "directly, past the wrapping; name Layers that are called"
             )
         if self.repeated:
             repeated = [name for name in self._names if name in self.repeated]
             faults.append(
-                f"{_listed(repeated)}: recomputed by the model as well, so there are three "
+                f"{listed(repeated)}: recomputed by the model as well, so there are three "
                 "forwards instead of two. Switch the recompute of the model off (recompute: false, "
                 "enable_recompute = False), or do not select these Layers"
             )
@@ -136,8 +137,3 @@ def _stop(reference: weakref.ref[FirstStep]) -> None:
     step = reference()
     if step is not None:
         step.stop()
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

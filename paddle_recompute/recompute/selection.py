@@ -141,7 +141,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
                 f"checkpoints selects '{name}', which is wrapped already; call its "
                 "unwrap() first, or call apply_recompute only once"
             )
-    segments = _POLICIES[config.policy](candidates, config)
+    segments = grouped(candidates, config)
     chosen = {name for segment in segments for name in segment}
     left_out.update({name: f"policy {config.policy}" for name in candidates if name not in chosen})
     wrapped = tuple(name for name in candidates if name in chosen)
@@ -178,8 +178,10 @@ def layers_matching(model: paddle.nn.Layer, patterns: list[str]) -> list[str]:
     """The names of the outermost Layers of `model` that `patterns` select, in its order.
 
     Raises:
-        SelectionError: A pattern matches nothing.
+        SelectionError: A pattern matches nothing, or ``auto`` finds no repeated blocks.
     """
+    if patterns == [AUTO]:
+        return [name for one in find_blocks(model) for name in one.names]
     parts, aliases = named_parts(model)
     matches = _matches(parts, aliases, patterns)
     inside = _inside_another(matches)
@@ -191,6 +193,15 @@ def layers_matching(model: paddle.nn.Layer, patterns: list[str]) -> list[str]:
 # ------------------------------------------------------------------------------------ policies
 
 Segments = tuple[tuple[str, ...], ...]
+
+
+def grouped(candidates: list[str], config: RecomputeConfig) -> Segments:
+    """Those of `candidates` that the policy chooses; the parts of a group are recomputed together.
+
+    Raises:
+        SelectionError: It asks for more segments than there are candidates.
+    """
+    return _POLICIES[config.policy](candidates, config)
 
 
 def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:

@@ -14,7 +14,7 @@ from paddle.optimizer import lr
 
 from paddle_recompute._paddle.static import buffers, native, training
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
-from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
+from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError, first_sentence
 from paddle_recompute.recompute import apply_recompute, is_treated, undo_recompute
 from paddle_recompute.static_graph.options import StaticConfig
 from paddle_recompute.train_step import LOSS_PREFIX, decayed_parameters, make_optimizer
@@ -170,11 +170,8 @@ def converted(what: str) -> Iterator[None]:
     except PaddleRecomputeError:
         raise
     except CONVERSION_ERRORS as error:
-        said = [line.strip() for line in str(error).splitlines() if line.strip()] or ["?"]
-        # Paddle's C++ begins its own sentence with the kind of the error.
-        summary = next((line for line in said if line.startswith("(")), said[0])
         raise StaticGraphError(
-            f"{what} cannot be built as a Program: {type(error).__name__}: "
-            f"{summary}. Not everything that runs in dygraph can be in "
-            "a Program (a PyLayer cannot); train this model in dygraph (mode: dygraph)"
+            f"{what} cannot be built as a Program: {first_sentence(error)}. Not everything that "
+            "runs in dygraph can be in a Program (a PyLayer cannot); train this model in dygraph "
+            "(mode: dygraph)"
         ) from error

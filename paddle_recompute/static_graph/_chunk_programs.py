@@ -29,19 +29,21 @@ Encode = Callable[[Any, Any], Any]
 _GRADIENT = "gradient_of_output_{}"
 
 
-class _OutputSlot:
-    """Stands for an output of the encoder in the structure that it returned; it is a leaf there."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 @dataclass
 class _Forward:
-    """The forward of a chunk as a Program. PIR values must die before their Program."""
+    """The forward of a chunk as a Program. PIR values must die before their Program.
+
+    Attributes:
+        outputs: What the encoder returns, in float32.
+        structure: Of `_nested.taken_out`: what it returns without them.
+        paths: Where each of them is in it.
+        dtypes: Of each, as the encoder returns it.
+        main: The Program.
+    """
 
     outputs: list[Any]
     structure: Any
+    paths: list[str]
     dtypes: list[str]
     main: paddle.static.Program
 
@@ -125,14 +127,9 @@ class ProgramEncoder(OwnBackward):
         programs, feed = self._programs_for(batch)
         backward = programs.backward
         assert backward is not None
-        given = {
-            leaf.number: gradients.get(path)
-            for path, leaf in _nested.named_leaves(backward.structure, "output")
-            if isinstance(leaf, _OutputSlot)
-        }
         rows = next(iter(gradients.values())).shape[0]
         for number, output in enumerate(backward.outputs):
-            gradient = given[number]
+            gradient = gradients.get(backward.paths[number])
             if _is_floating(backward.dtypes[number]) and not output.stop_gradient:
                 feed[_GRADIENT.format(number)] = (
                     np.zeros([rows, *output.shape[1:]], "float32")
@@ -171,15 +168,9 @@ def _forward(
     batch = feeds.variables()
     with converted("the encoder"), builder.mixed_precision():
         returned = encode(model, batch)
-    found: list[Any] = []
-
-    def place(leaf: Any) -> Any:
-        if not training.is_variable(leaf):
-            return leaf
-        found.append(leaf)
-        return _OutputSlot(len(found) - 1)
-
-    structure = _nested.map_leaves(place, returned)
+    structure, found = _nested.taken_out(returned, training.is_variable)
+    leaves = _nested.named_leaves(returned, "output")
+    paths = [path for path, leaf in leaves if training.is_variable(leaf)]
     dtypes = [training.dtype_name(one.dtype) for one in found]
     if not any(map(_is_floating, dtypes)):
         raise StaticGraphError(
@@ -192,7 +183,7 @@ def _forward(
             one.astype("float32") if _is_floating(dtype) else one
             for one, dtype in zip(found, dtypes, strict=True)
         ]
-    return _Forward(found, structure, dtypes, main)
+    return _Forward(found, structure, paths, dtypes, main)
 
 
 def _weighted(forward: _Forward) -> Any:
@@ -224,15 +215,12 @@ def _add_to_sums(
 def _as_tensors(forward: _Forward, arrays: list[Any], *, trained: bool) -> Any:
     """What the encoder returned, with Tensors of the dtypes that it returned."""
 
-    def tensor(leaf: Any) -> Any:
-        if not isinstance(leaf, _OutputSlot):
-            return leaf
-        dtype = forward.dtypes[leaf.number]
-        made = paddle.to_tensor(arrays[leaf.number]).astype(dtype)
+    def tensor(array: Any, dtype: str) -> paddle.Tensor:
+        made = paddle.to_tensor(array).astype(dtype)
         made.stop_gradient = not (trained and _is_floating(dtype))
         return made
 
-    return _nested.map_leaves(tensor, forward.structure)
+    return _nested.put_in(forward.structure, map(tensor, arrays, forward.dtypes))
 
 
 def _is_floating(dtype: str) -> bool:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paddle_recompute import _nested
 from paddle_recompute._paddle.static import buffers, training
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
-from paddle_recompute.distributed import is_distributed, run_collective, sum_over_ranks
+from paddle_recompute.distributed import is_distributed, mean_of_array, sum_over_ranks
 from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
 from paddle_recompute.replay import (
     GRADIENT_OF,
@@ -263,11 +263,10 @@ def _of_all_ranks(array: NDArray[Any] | None, shape: Sequence[int] = ()) -> Any:
         array: None: zeros of `shape`.
         shape: On all ranks.
     """
-    if not is_distributed():
-        return array
-    total = paddle.to_tensor(np.zeros(shape, "float32") if array is None else array)
-    run_collective(lambda: paddle.distributed.all_reduce(total), "what is compared of a Program")
-    return on_host(total / paddle.distributed.get_world_size())
+    if array is None and not is_distributed():
+        return None
+    own = np.zeros(shape, "float32") if array is None else array
+    return mean_of_array(own, "what is compared of a Program")
 
 
 def _of_pass(name: str, place: int) -> str:

@@ -40,7 +40,8 @@ class Feeds:
     """
 
     def __init__(self, micro_batch: Any, input_spec: Any = None, *, any_rows: bool = False) -> None:
-        self._structure, self._constants = micro_batch, _constants(micro_batch)
+        self._structure, _ = _nested.taken_out(micro_batch, _is_array)
+        self._constants = _constants(micro_batch)
         arrays = arrays_of(micro_batch)
         specs = {path: None for path in arrays} if input_spec is None else _specs(input_spec)
         if not arrays or specs.keys() != arrays.keys():
@@ -60,15 +61,11 @@ class Feeds:
 
     def variables(self) -> Any:
         """Declare the variables in the current Program; returns them in the micro-batch's form."""
-        feeds = iter(self._feeds.values())
-
-        def declared(leaf: Any) -> Any:
-            if not _is_array(leaf):
-                return leaf
-            feed = next(feeds)
-            return paddle.static.data(feed.name, list(feed.shape), feed.dtype)
-
-        return _nested.map_leaves(declared, self._structure)
+        declared = (
+            paddle.static.data(feed.name, list(feed.shape), feed.dtype)
+            for feed in self._feeds.values()
+        )
+        return _nested.put_in(self._structure, declared)
 
     def arrays(self, micro_batch: Any) -> dict[str, NDArray[Any]]:
         """The values to feed for `micro_batch`, by variable name.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paddle_recompute._paddle.static import native, training
 from paddle_recompute.distributed import is_distributed, run_collective
-from paddle_recompute.errors import CheckpointError
+from paddle_recompute.errors import CheckpointError, listed
 from paddle_recompute.static_graph._feeds import Feeds, length_of_first_axis
 from paddle_recompute.train_step import NOT_UPDATED
 
@@ -131,14 +131,14 @@ class ScopeState:
                 ("unexpected", values.keys() - wanted.keys()),
             ):
                 if names:
-                    faults.append(f"{kind} in {section}: {_listed(names)}")
+                    faults.append(f"{kind} in {section}: {listed(sorted(names))}")
             misshaped = {
                 name
                 for name in values.keys() & wanted.keys()
                 if _shape(values[name]) != _shape(np.array(self.tensor(wanted[name])))
             }
             if misshaped:
-                faults.append(f"of another shape in {section}: {_listed(misshaped)}")
+                faults.append(f"of another shape in {section}: {listed(sorted(misshaped))}")
         return faults
 
     def get(self, names: Iterable[str]) -> Arrays:
@@ -274,11 +274,6 @@ def run_on_ranks(function: Callable[[], Any], what: str) -> Any:
 def as_array(value: Any) -> NDArray[Any]:
     """A Tensor or an array as a NumPy array."""
     return value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
-
-
-def _listed(names: Any) -> str:
-    names = sorted(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _shape(array: NDArray[Any]) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ from paddle_recompute.static_graph._trained_program import (
 from paddle_recompute.static_graph.minimize import minimize
 from paddle_recompute.static_graph.options import HasStaticConfig, StaticConfig, static_config
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
-from paddle_recompute.train_step import LOSS_PREFIX, StepResult
+from paddle_recompute.train_step import LOSS_PREFIX, StepResult, check_one_loss
 
 _OF_DYGRAPH = {"sync", "loss_scaler"}
 """Sections that the state of a `TrainStep` has besides."""
@@ -386,11 +386,7 @@ class StaticTrainStep:
 
 
 def _check_loss(config: StaticConfig, loss_fn: Any, grad_cache: ProgramCache | None) -> None:
-    if (loss_fn is None) == (grad_cache is None):
-        raise ConfigError(
-            f"received {'neither' if loss_fn is None else 'both'} of loss_fn and grad_cache; give "
-            "one of them: a gradient cache has a loss of its own"
-        )
+    check_one_loss(loss_fn, grad_cache)
     if grad_cache is None and config.chunked:
         raise ConfigError(
             "the configuration sets contrastive.chunk_size or chunk_tokens, but loss_fn encodes "

@@ -19,6 +19,7 @@ from paddle_recompute.train_step.optimizer import (
     decayed_parameters,
     make_optimizer,
 )
+from paddle_recompute.train_step.options import check_one_loss
 from paddle_recompute.train_step.step import LOSS_PREFIX, NOT_UPDATED, Step, StepResult
 from paddle_recompute.train_step.train_step import TrainStep
 
@@ -33,6 +34,7 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "check_device",
+    "check_one_loss",
     "compile_model",
     "decayed_parameters",
     "inputs_of_cache",

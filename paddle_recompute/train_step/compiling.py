@@ -8,9 +8,14 @@ from dataclasses import dataclass
 import paddle
 
 from paddle_recompute._paddle.static import compiled
-from paddle_recompute.errors import ConfigError, PaddleRecomputeError, StaticGraphError
+from paddle_recompute.errors import (
+    ConfigError,
+    PaddleRecomputeError,
+    StaticGraphError,
+    first_sentence,
+)
 from paddle_recompute.recompute import wrapped_layers
-from paddle_recompute.train_step.trusted_programs import ProgramKeeper, first_sentence
+from paddle_recompute.train_step.trusted_programs import ProgramKeeper
 
 
 @dataclass(frozen=True)

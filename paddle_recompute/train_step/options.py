@@ -27,13 +27,22 @@ def check_options(
         raise ConfigError(
             f"clip_grad_norm is {clip_grad_norm}; it must be positive, or None for no clipping"
         )
-    if (loss_fn is None) == (grad_cache is None):
-        raise ConfigError(
-            f"received {'neither' if loss_fn is None else 'both'} of loss_fn and grad_cache; "
-            "give one of them: a gradient cache has a loss of its own"
-        )
+    check_one_loss(loss_fn, grad_cache)
     if isinstance(optimizer, paddle.optimizer.LBFGS):
         raise ConfigError(
             "the optimizer is LBFGS, whose step() runs forward and backward itself, several "
             "times; TrainStep makes one of each. Use another optimizer, or call LBFGS yourself"
+        )
+
+
+def check_one_loss(loss_fn: object, grad_cache: object) -> None:
+    """Check that there is one way to compute the gradient.
+
+    Raises:
+        ConfigError: There is none, or two.
+    """
+    if (loss_fn is None) == (grad_cache is None):
+        raise ConfigError(
+            f"received {'neither' if loss_fn is None else 'both'} of loss_fn and grad_cache; "
+            "give one of them: a gradient cache has a loss of its own"
         )

@@ -10,7 +10,6 @@ user's takes part.
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +29,7 @@ from paddle_recompute._paddle.layers import (
 from paddle_recompute._paddle.static import compiled
 from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.distributed import is_distributed, withdrawals
-from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.errors import StaticGraphError, first_sentence
 from paddle_recompute.replay import (
     GRADIENT_OF,
     DygraphRun,
@@ -359,14 +358,3 @@ def _agree_alone(fault: str, wish: bool) -> bool:
     if fault:
         raise _RefusedError(fault)
     return wish
-
-
-def first_sentence(error: BaseException) -> str:
-    """The sentence of an error, without Paddle's listing of the transformed code."""
-    name = type(error).__name__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if lines and lines[0].startswith("In transformed code"):
-        own = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == name]
-        lines = own or lines[-1:]
-    sentence = lines[0] if lines else ""
-    return f"{name}: {re.sub(rf'^[a-zA-Z_.]*{name}: ', '', sentence)}"

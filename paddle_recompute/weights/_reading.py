@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from paddle_recompute._files import read_json
-from paddle_recompute.errors import CheckpointError
+from paddle_recompute.errors import CheckpointError, listed
 from paddle_recompute.weights._pdparams import weights_in
 
 # By structured name. Paddle's bfloat16 tensors become uint16 arrays, and back.
@@ -33,7 +33,6 @@ _SAFETENSORS_TYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-_NAMES_SHOWN = 5
 # safetensors has no type hints.
 _deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
 
@@ -87,13 +86,6 @@ def check_suffix(path: Path) -> None:
         raise CheckpointError(
             f"{path}: received the suffix {path.suffix!r}; allowed are {' and '.join(_SUFFIXES)}"
         )
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first of `names`, and how many more there are."""
-    names = list(names)
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _read_shards(index: Path) -> Arrays:

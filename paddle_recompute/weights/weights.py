@@ -18,7 +18,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from paddle_recompute._files import written_whole
-from paddle_recompute.errors import CheckpointError
+from paddle_recompute.errors import CheckpointError, listed
 from paddle_recompute.weights._naming import (
     NAMINGS,
     Naming,
@@ -31,7 +31,6 @@ from paddle_recompute.weights._reading import (
     Arrays,
     check_suffix,
     kind_beside,
-    listed,
     read_arrays,
 )
 

@@ -102,6 +102,24 @@ def test_program_has_the_loss_and_gradients_of_the_reference(
         np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(0.1) * expected.size)
 
 
+@pytest.mark.parametrize("tile", [None, 4])
+def test_to_static_has_the_loss_and_gradients_of_dygraph(tile: int | None) -> None:
+    """Paddle converts what it calls to a Program, and its zip knows no ``strict`` (2.6, 3.3)."""
+
+    def found(criterion: Any) -> tuple[float, Any]:
+        query, positive = (paddle.to_tensor(FEED[name]) for name in ("query", "positive"))
+        query.stop_gradient = False
+        loss = criterion(query, positive)
+        loss.backward()
+        return float(loss), query.grad.numpy()
+
+    loss, gradient = found(ContrastiveLoss(0.1, tile=tile))
+    compiled = paddle.jit.to_static(ContrastiveLoss(0.1, tile=tile), full_graph=True)
+    its_loss, its_gradient = found(compiled)
+    assert its_loss == pytest.approx(loss, rel=1e-6)
+    np.testing.assert_allclose(its_gradient, gradient, rtol=0, atol=1e-6)
+
+
 @pytest.mark.usefixtures("static_graph")
 def test_learned_scale_has_no_effect_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient is the true one there: it can bring the parameter back."""

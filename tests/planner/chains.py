@@ -31,7 +31,6 @@ def chain(length: int, seed: int, *, alike: bool = False) -> StepCosts:
                 layer=f"layers.{place}",
                 number=0,
                 pass_number=0,
-                kind=0 if alike else place,
                 input_bytes=sizes[place],
                 output_bytes=sizes[place + 1],
                 output_is_kept=place < length - 1,

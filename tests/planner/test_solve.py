@@ -6,16 +6,18 @@ import itertools
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import paddle
 import pytest
 
-from paddle_recompute import plan
+from paddle_recompute import RecomputeConfig, plan
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.errors import DependencyError, PlanError
+from paddle_recompute.errors import DependencyError, PlanError, SelectionError
 from paddle_recompute.planner import (
     Choice,
+    choices_of_policy,
     largest_that_fits,
     make_plan,
     next_faster,
@@ -174,6 +176,22 @@ def test_it_may_be_too_small_by_a_share() -> None:
     found = largest_that_fits(lambda n: n <= 1000, 2**20, least=5, close=64)
     assert found is not None and 1000 * 63 / 64 - 1 <= found <= 1000
     assert largest_that_fits(lambda n: n <= 4, 100, least=5) is None
+
+
+def test_policies_group_as_training_does() -> None:
+    """Also where they are refused."""
+
+    def chosen(**settings: Any) -> list[tuple[int, int, str]]:
+        found = choices_of_policy(chain(5, 0), RecomputeConfig(**settings))
+        return [(one.first, one.last, one.option) for one in found]
+
+    assert chosen() == [(n, n, "whole") for n in range(5)]
+    assert chosen(policy="every_n", every_n=3) == [
+        (n, n, "whole" if n % 3 == 0 else "plain") for n in range(5)
+    ]
+    assert chosen(policy="segments", segments=2) == [(0, 1, "joined"), (2, 4, "joined")]
+    with pytest.raises(SelectionError, match="segments is 6, but the patterns select only 5"):
+        chosen(policy="segments", segments=6)
 
 
 @pytest.mark.skipif(memory.can_reset_peak(), reason="this Paddle can start the peak anew")

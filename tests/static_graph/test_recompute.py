@@ -356,6 +356,26 @@ def test_a_recurrent_layer_runs_again_where_it_draws_nothing(kind: Any, dropout:
     assert ("rnn" in kept(run)) == bool(dropout)
 
 
+@pytest.mark.parametrize("kind", [paddle.nn.LSTM, paddle.nn.GRU])
+def test_final_states_of_a_recurrent_layer_with_dropout_are_kept(kind: Any) -> None:
+    """They are in the memory of a list that cannot be computed again (3.3): a copy that took one
+    from there would be overwritten.
+    """
+
+    def build() -> Any:
+        x = data(shape=(BATCH, 6, HIDDEN))
+        for number in range(2):
+            norm = paddle.nn.LayerNorm(HIDDEN)
+            out, states = kind(HIDDEN, HIDDEN, num_layers=2, dropout=0.5)(x)
+            last = states[0] + states[1] if kind is paddle.nn.LSTM else states
+            last = paddle.exp(last) * paddle.tanh(last)
+            x = mark_checkpoint(norm(x + out + last.sum(0).unsqueeze(1)), f"layers.{number}")
+        return x.square().mean()
+
+    run = assert_recompute_changes_nothing(build, feeds=FEEDS["transformer"])
+    assert "rnn" in kept(run)
+
+
 # ------------------------------------------------------------------------- variables share memory
 # Paddle's own executor writes over what was detached (``exp(h) * h.detach()`` is the square of the
 # exponential in 3.3, ``h.detach() * 2`` doubles `h` in 2.6), so the reference is Paddle that writes

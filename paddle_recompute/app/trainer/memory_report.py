@@ -15,27 +15,22 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.app.report import require_bokeh, timeline_chart, write_page
 from paddle_recompute.app.trainer.memory import job_of
 from paddle_recompute.app.trainer.step import Chunks
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner import (
-    PLAIN,
-    WHOLE,
-    Choice,
     Job,
     MemoryEstimate,
     RecomputePlan,
     StepCosts,
     Timeline,
     choices_of_policy,
-    every,
     extrapolated,
     largest_that_fits,
     make_plan,
     probe,
-    segments,
     simulate,
     smallest,
     spread,
     stages,
-    uniform,
 )
 
 MOST_ROWS = 2**20
@@ -162,15 +157,14 @@ def _parts(config: Config) -> int:
 
 def _policies(costs: StepCosts) -> dict[str, Callable[[], Timeline]]:
     """Simulates the step under what users choose by hand, and with the smallest peak."""
-    layers = len({call.layer for call in costs.calls})
-    options = dict.fromkeys(name for call in costs.calls for name in call.options)
-    found: dict[str, tuple[Choice, ...]] = {"plain": uniform(costs, PLAIN)}
-    found |= {name: uniform(costs, name) for name in options if name not in (PLAIN, WHOLE)}
-    found["every_n: 2"] = every(costs, 2)
-    if layers > 2:
-        found["segments: auto"] = segments(costs, max(2, round(layers**0.5)))
-    found["all"] = uniform(costs, WHOLE)
-    steps = {name: functools.partial(simulate, costs, one) for name, one in found.items()}
+    found = {"plain": None, "every_n: 2": RecomputeConfig(policy="every_n")}
+    if len({call.layer for call in costs.calls}) > 2:
+        found["segments: auto"] = RecomputeConfig(policy="segments")
+    found["all"] = RecomputeConfig()
+    steps = {
+        name: functools.partial(simulate, costs, choices_of_policy(costs, one))
+        for name, one in found.items()
+    }
     return {**steps, "smallest": lambda: smallest(costs).timeline}
 
 
