@@ -52,7 +52,7 @@ class TrainedParameters:
         self._optimizer = optimizer
         self._walk = ParameterWalk(model)
         self._looked_at: list[paddle.Tensor] = []  # the lists follow from them
-        self._state: tuple[int, list[bool]] = 0, []  # and from which of them are frozen
+        self._state: tuple[int, list[bool]] = 0, []  # and from which of these are frozen
         self.trained: list[paddle.Tensor] = []
         self.updated: list[paddle.Tensor] = []
         self._cleared_here: Sequence[paddle.Tensor] = ()  # not by the optimizer
