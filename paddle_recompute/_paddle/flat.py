@@ -58,7 +58,7 @@ def coalesced(
     if not _are_equal([*map(_DTYPE, tensors)]) or are_sparse(tensors):
         return None
     # A copy of the data, no constant, nothing kept; no padding; shapes as they are.
-    options = True, False, False, 0.0, False, -1, -1, [], []
+    options: Any = True, False, False, 0.0, False, -1, -1, [], []
     pieces, flat = paddle._C_ops.coalesce_tensor(tensors, kind, *options)
     return flat, pieces
 

@@ -30,8 +30,8 @@ def test_a_write_raises_the_version_of_a_gradient() -> None:
     backward(own)
     gradients = [one.grad for one in own]
     before = [one.inplace_version for one in gradients]
-    _, pieces = bucket.join(gradients[::2], paddle.float32, 1.0)
-    bucket.write(own, gradients, pieces, frozenset())
+    flat, pieces = bucket.join(gradients[::2], paddle.float32, 1.0)
+    bucket.write(own, gradients, pieces or bucket.split(flat), frozenset())
     now = [one.inplace_version for one in gradients]
     assert now[0] > before[0] and now[1] == before[1] and now[2] > before[2]
 
@@ -60,7 +60,7 @@ def test_a_bucket_keeps_no_memory_of_gradients() -> None:
         paddle.add_n([one.sum() for one in own]).backward()
         gradients = [one.grad for one in own]
         flat, pieces = bucket.join(gradients, paddle.float32, 0.5)
-        bucket.write(own, gradients, pieces, frozenset())
+        bucket.write(own, gradients, pieces or bucket.split(flat), frozenset())
         del flat, pieces, gradients
         assert memory.current_bytes() - empty < 2.1 * (1 << 20)
         for one in own:
