@@ -79,17 +79,16 @@ class ParameterList:
         if not self._is_all:
             self.gradients = [None] * len(self.parameters)
             deque(map(self.gradients.__setitem__, self._own, gradients), 0)
-        known = num_kept(), self._own, absent, [*map(is_frozen, self._own_parameters)]
+        # What has a gradient takes part, frozen or not.
+        frozen = [*map(is_frozen, compress(self._own_parameters, absent))]
+        known = num_kept(), self._own, absent, frozen
         self.is_new = known != self._known
         if not self.is_new:
             return False
         self._known = known
         before = self.trained
-        self.trained = tuple(
-            index
-            for index, has_none, frozen in zip(*known[1:], strict=True)
-            if not (has_none and frozen)
-        )
+        left_out = {*compress(compress(self._own, absent), frozen)}
+        self.trained = tuple(index for index in self._own if index not in left_out)
         if self.trained == before:
             return False
         # Names that Paddle gives by itself are left out: they may differ between the ranks.

@@ -31,7 +31,7 @@ import time
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress, repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -63,6 +63,7 @@ class _Sending(NamedTuple):
 
     bucket: Bucket
     flat: paddle.Tensor
+    pieces: Sequence[paddle.Tensor] | None
     queued: float
     task: AllReduceTask
 
@@ -296,12 +297,14 @@ class BucketedReduction:
             self._sent.add(bucket.members, gradients, len(self._order))
         else:
             gradients = [*map(self._listed.gradients.__getitem__, bucket.members)]
-        flat = bucket.join(gradients, self._dtype(bucket), self.scale)
-        flat = self._codec.encode(flat, bucket)
+        flat, pieces = bucket.join(gradients, self._dtype(bucket), self.scale)
+        encoded = self._codec.encode(flat, bucket)
+        if encoded is not flat:
+            flat, pieces = encoded, None
         queued = time.perf_counter()
         label = self._label(f"bucket {place} of {len(self._buckets)}")
         task = self._all_reducer.send(flat, label, has_met=has_met)
-        self._under_way.append(_Sending(bucket, flat, queued, task))
+        self._under_way.append(_Sending(bucket, flat, pieces, queued, task))
 
     def _wait(self) -> None:
         for sending in self._under_way:
@@ -311,9 +314,11 @@ class BucketedReduction:
         return self._parameters[bucket.members[0]].dtype
 
     def _write(self, sending: _Sending, without_gradient: frozenset[int]) -> None:
-        mean = self._codec.decode(sending.flat, self._dtype(sending.bucket))
-        gradients = self._listed.gradients
-        sending.bucket.split_into(self._parameters, gradients, mean, without_gradient)
+        bucket, gradients = sending.bucket, self._listed.gradients
+        pieces = sending.pieces
+        if pieces is None:
+            pieces = bucket.split(self._codec.decode(sending.flat, self._dtype(bucket)))
+        bucket.write(self._parameters, gradients, pieces, without_gradient)
 
     # ----------------------------------------------------------------------------- agreeing
 
@@ -345,7 +350,8 @@ class BucketedReduction:
             )
         return StepFlags(
             misfit=late is not None or is_unplanned,
-            changed_by_hand=self._early and self._sent.is_changed(gradients),
+            # A change that comes with a late gradient is sent with it.
+            changed_by_hand=self._early and late is None and self._sent.is_changed(gradients),
             missing=bool(missing),
         )
 

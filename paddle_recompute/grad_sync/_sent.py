@@ -59,23 +59,18 @@ class SentGradients:
     def late(self, order: Sequence[int]) -> int | None:
         """A parameter that was added to after its gradient was sent, where there is one.
 
-        `is_changed` looks at none of these.
-
         Args:
             order: The parameters, as a backward has added to their gradients.
         """
         late: set[int] = set()
         for members, arrived in self._sent:
             late.update({*members}.intersection(order[arrived:]))
-        self._absent -= late
-        for index in late.intersection(self._members):
-            at = self._members.index(index)
-            for values in (self._members, self._gradients, self._addresses, self._versions):
-                del values[at]
         return next((index for index in reversed(order) if index in late), None)
 
     def is_changed(self, gradients: Sequence[paddle.Tensor | None]) -> bool:
-        """Whether one of `gradients`, those of all parameters, is not what it was."""
+        """Whether one of `gradients`, those of all parameters, is not what it was, where none is
+        `late`.
+        """
         if any(gradients[index] is not None for index in self._absent):
             return True
         present = [*map(gradients.__getitem__, self._members)]

@@ -52,7 +52,7 @@ class TrainedParameters:
         self._optimizer = optimizer
         self._walk = ParameterWalk(model)
         self._looked_at: list[paddle.Tensor] = []  # the lists follow from them
-        self._state: tuple[int, list[bool]] = 0, []  # and from which of them are frozen
+        self._state: tuple[int, list[bool]] = 0, []  # and from which of these are frozen
         self.trained: list[paddle.Tensor] = []
         self.updated: list[paddle.Tensor] = []
         self._cleared_here: Sequence[paddle.Tensor] = ()  # not by the optimizer
@@ -71,25 +71,26 @@ class TrainedParameters:
         everything = [*own, *listed]
         state = len(own), [*map(is_frozen, everything)]
         if state != self._state or not all(map(is_, everything, self._looked_at)):
+            self._find(own, sync)
             self._state, self._looked_at = state, everything
-            new = self._find(own)
-            if new:
-                # A parameter that was replaced in the model stays in the optimizer, without a
-                # gradient.
-                has_gradient = [p for p in self.trained if gradient_of(p) is not None]
-                check_all_synchronized(sync, [*new, *has_gradient])
 
-    def _find(self, own: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
-        """Fill the lists; returns what is new."""
+    def _find(self, own: Sequence[paddle.Tensor], sync: GradientSync | None = None) -> None:
+        """Fill the lists, if all that is new may be trained; whoever catches the error gets it
+        again in the next step.
+        """
         before = {*map(id, self.trained)}
-        self.trained = [p for p in all_parameters(own, self._optimizer) if not p.stop_gradient]
-        new = [parameter for parameter in self.trained if id(parameter) not in before]
+        trained = [p for p in all_parameters(own, self._optimizer) if not p.stop_gradient]
+        new = [parameter for parameter in trained if id(parameter) not in before]
         refuse_main_grad(new)
+        if sync is not None:
+            # A parameter that was replaced in the model stays in the optimizer, without a gradient.
+            has_gradient = [p for p in trained if gradient_of(p) is not None]
+            check_all_synchronized(sync, [*new, *has_gradient])
+        self.trained = trained
         of_optimizer = {*map(id, parameters_of_optimizer(self._optimizer))}
-        self.updated = [p for p in self.trained if id(p) in of_optimizer or not of_optimizer]
+        self.updated = [p for p in trained if id(p) in of_optimizer or not of_optimizer]
         self._cleared_here = [p for p in own if p.stop_gradient or id(p) not in of_optimizer]
         self._without_moments = [p for p in self.updated if p.name not in self.moved]
-        return new
 
     def _warn_of_not_updated(self) -> None:
         of_optimizer = {*map(id, self.updated)}

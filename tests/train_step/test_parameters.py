@@ -98,8 +98,11 @@ def test_a_later_parameter_that_sync_does_not_have_is_refused() -> None:
     step = TrainStep(model, optimizer, loss_fn=loss_fn, sync=GradientSync(model))
     step([(batch(), "first")])
     optimizer._parameter_list.append(other.weight)
-    with pytest.raises(ConfigError, match=f"sync does not synchronize {other.weight.name}"):
-        step([(batch(), "first")])
+    for _ in range(3):  # whoever catches the error gets it again
+        with pytest.raises(ConfigError, match=f"sync does not synchronize {other.weight.name}"):
+            step([(batch(), "first")])
+    optimizer._parameter_list.pop()
+    step([(batch(), "first")])
 
 
 def test_the_norm_of_float64_is_computed_in_float64() -> None:
