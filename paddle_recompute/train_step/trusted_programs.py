@@ -2,9 +2,9 @@
 
 Paddle's conversion is wrong in ways that no list of refusals covers. So each Program is compared at
 its first step, at its 10th, 100th and 1,000th, with each new shape, and at its next step after a
-sublayer, hook or number that the forward reads has become another. Both run on copies: outputs, gradients for a fixed random
-cotangent, buffers, attributes and random streams are those of the same state, and nothing of the
-user's takes part.
+sublayer, hook or number that the forward reads has become another. Both run on copies: outputs,
+gradients for a fixed random cotangent, buffers, attributes and random streams are those of the same
+state, and nothing of the user's takes part.
 """
 
 from __future__ import annotations
