@@ -31,8 +31,6 @@ _EMBEDDINGS = [
     for name in ("word", "position", "token_type")
 ]
 _TASK = "embeddings.task_type_embeddings.weight"
-_SUMMED = (_TASK, *(theirs for _, theirs in _EMBEDDINGS))
-_NORM = "embeddings.layer_norm"
 _BLOCK = {  # of one block: ours and PaddleNLP's, Hugging Face's
     "self_attn.q_proj": "attention.self.query",
     "self_attn.k_proj": "attention.self.key",
@@ -43,9 +41,7 @@ _BLOCK = {  # of one block: ours and PaddleNLP's, Hugging Face's
     "linear2": "output.dense",
     "norm2": "output.LayerNorm",
 }
-_BLOCK_OF_HF = {theirs: ours for ours, theirs in _BLOCK.items()}
-_OF_OURS = re.compile(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_OF_HF = re.compile(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)")
+_IN_A_BLOCK = re.compile(r"encoder\.layers?\.(\d{1,4})\.")  # nobody has more blocks
 _PREFIXES = ("ernie.", "bert.")
 _PARTS = ("embeddings.", "encoder.", "pooler.")
 # A table of 2, 4, 8 ... positions with 2 rows before it. Smaller ones are nobody's.
@@ -98,19 +94,20 @@ def to_ours(arrays: Arrays, source: str, kind: str) -> Renamed:
     prefix = next((p for p in _PREFIXES if f"{p}{_WORDS['paddlenlp']}" in arrays), "")
     inner = {name[len(prefix) :]: a for name, a in arrays.items() if name.startswith(prefix)}
     outside = [name for name in arrays if not name.startswith(prefix)]
+    ours_of = {theirs: ours for ours, theirs in _names(inner, naming).items()}
     unknown: list[str] = []
-    found: Arrays = {ours: inner[theirs] for ours, theirs in _EMBEDDINGS if theirs in inner}
+    found: Arrays = {}
+    for name, array in inner.items():
+        # The first releases of Hugging Face's have gamma and beta.
+        ours = ours_of.get(name.replace(".gamma", ".weight").replace(".beta", ".bias"))
+        if ours is not None:
+            found[ours] = _turned(array, ours, naming)
+        elif name != _TASK and not _is_implied(name, array):
+            of_encoder = prefix or name.startswith(_PARTS)
+            (unknown if of_encoder else outside).append(prefix + name)
     if _TASK in inner:
         types = inner[_EMBEDDINGS[2][1]]
         found[_EMBEDDINGS[2][0]] = (_wide(types) + _wide(inner[_TASK])[0]).astype(_kind(types))
-    for name, array in inner.items():
-        ours = _our_name(name, naming)
-        if ours is not None:
-            is_matrix = name.endswith(".weight") and array.ndim == 2
-            found[ours] = array.T if naming == "huggingface" and is_matrix else array
-        elif name not in _SUMMED and not _is_implied(name, array):
-            of_encoder = prefix or name.startswith(_PARTS)
-            (unknown if of_encoder else outside).append(prefix + name)
     return Renamed(found, sorted(unknown), sorted(outside))  # a .safetensors file has no order
 
 
@@ -118,61 +115,36 @@ def from_ours(arrays: Arrays, naming: Naming) -> tuple[Arrays, list[str]]:
     """Our encoder under the names of another library, and what has no name there: a projection."""
     if naming == "paddle_recompute":
         return arrays, []
-    found: Arrays = {theirs: arrays[ours] for ours, theirs in _EMBEDDINGS if ours in arrays}
-    known = {ours for ours, _ in _EMBEDDINGS}
-    without_name = []
-    for name, array in arrays.items():
-        if name in known:
-            continue
-        theirs = _their_name(name, naming)
-        if theirs is None:
-            without_name.append(name)
-            continue
-        is_matrix = name.endswith(".weight") and array.ndim == 2
-        found[theirs] = array.T if naming == "huggingface" and is_matrix else array
-    return found, sorted(without_name)
+    names = _names(arrays, naming)
+    found = {names[n]: _turned(array, n, naming) for n, array in arrays.items() if n in names}
+    return found, sorted(arrays.keys() - names.keys())
 
 
 def missing_from(arrays: Arrays) -> list[str]:
     """What an encoder of ours lacks in `arrays`; poolings differ."""
-    found = [_OF_OURS.fullmatch(name) for name in arrays]
-    blocks = 1 + max((int(one[1]) for one in found if one), default=0)
-    parts = [f"encoder.layers.{number}.{part}" for number in range(blocks) for part in _BLOCK]
-    names = [f"{part}.{kind}" for part in [_NORM, *parts] for kind in ("weight", "bias")]
-    return [name for name in [*(ours for ours, _ in _EMBEDDINGS), *names] if name not in arrays]
+    names = _names(arrays, "paddle_recompute")
+    return [name for name in names if name not in arrays and not name.startswith("pooler.")]
 
 
-def _our_name(name: str, naming: Naming | None) -> str | None:
-    """None: an embedding, which is renamed elsewhere, or no part of our encoder."""
-    if naming == "paddlenlp":
-        return name if _is_ours(name) else None
-    name = name.replace(".gamma", ".weight").replace(".beta", ".bias")  # the first releases
-    found = _OF_HF.fullmatch(name)
-    if found is None:
-        ours = name.replace("embeddings.LayerNorm.", f"{_NORM}.")
-    else:
-        part = _BLOCK_OF_HF.get(found[2], "")
-        ours = f"encoder.layers.{found[1]}.{part}.{found[3]}"
-    return ours if _is_ours(ours) else None
+def _names(arrays: Iterable[str], naming: Naming | None) -> dict[str, str]:
+    """Our names of what all have, and those of `naming`, for as many blocks as `arrays` has."""
+    numbers = (int(found[1]) for name in arrays if (found := _IN_A_BLOCK.match(name)))
+    of_hf = naming == "huggingface"
+    parts = {"embeddings.layer_norm": "embeddings.LayerNorm", "pooler.dense": "pooler.dense"}
+    for number in range(1 + max(numbers, default=0)):
+        for ours, theirs in _BLOCK.items():
+            parts[f"encoder.layers.{number}.{ours}"] = f"encoder.layer.{number}.{theirs}"
+    names = {o: o if naming == "paddle_recompute" else theirs for o, theirs in _EMBEDDINGS}
+    for ours, theirs in parts.items():
+        for kind in ("weight", "bias"):
+            names[f"{ours}.{kind}"] = f"{theirs if of_hf else ours}.{kind}"
+    return names
 
 
-def _their_name(name: str, naming: Naming) -> str | None:
-    """None: it has no name there."""
-    if not _is_ours(name):
-        return None
-    found = _OF_OURS.fullmatch(name)
-    if naming == "paddlenlp":
-        return name
-    if found is not None:
-        return f"encoder.layer.{found[1]}.{_BLOCK[found[2]]}.{found[3]}"
-    return name.replace(f"{_NORM}.", "embeddings.LayerNorm.")
-
-
-def _is_ours(name: str) -> bool:
-    """Whether it is one of our encoder's that others have as well, embeddings aside."""
-    found = _OF_OURS.fullmatch(name)
-    outside_blocks = (_NORM, "pooler.dense")
-    return name.rpartition(".")[0] in outside_blocks if found is None else found[2] in _BLOCK
+def _turned(array: NDArray[np.generic], ours: str, naming: Naming | None) -> NDArray[np.generic]:
+    """From our layout to that of `naming`, or back: PyTorch has the matrices transposed."""
+    is_turned = naming == "huggingface" and array.ndim == 2 and not ours.startswith("embeddings.")
+    return array.T if is_turned else array
 
 
 def _is_implied(name: str, array: NDArray[np.generic]) -> bool:
