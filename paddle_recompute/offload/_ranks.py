@@ -26,6 +26,8 @@ from paddle_recompute.recompute import slots
 _ALIGNMENT = 256
 """Bytes; kernels may sum up in another order where memory is aligned in another way."""
 _num_chains: Counter[tuple[int, ...]] = Counter()
+_NUM_LANES = 4
+"""Of all chains together: a lane has a thread and a group, which stay until the process ends."""
 
 
 class HereSlot:
@@ -96,14 +98,15 @@ class Carrier:
         self.rank = dist.get_rank()
         if len(self.ranks) == 1:
             return
-        _num_chains[self.ranks] += 1
-        self._name = f"shards of chain {_num_chains[self.ranks]}"
+        number = _num_chains[self.ranks] = _num_chains[self.ranks] + 1
+        self._name = f"chain {number}"
+        self._lane = f"shards of chains, {number % _NUM_LANES}"
         self._num_begun = 0
         self._is_gloo = is_gloo()
         if self._is_gloo:
-            lane_of(scope_of(None), self._name)  # made now, and not in the first step
+            lane_of(scope_of(None), self._lane)  # made now, and not in the first step
         else:
-            self._group = device_group(self.ranks, self._name)
+            self._group = device_group(self.ranks, self._lane)
 
     def begin(self, tensors: Sequence[paddle.Tensor], owner: int, what: str) -> Callable[[], Any]:
         """Begin to bring `tensors` from `owner`; returns what waits until they are there.
@@ -125,7 +128,7 @@ class Carrier:
                     dist.broadcast(tensor, src=owner, group=group)
 
             code = ", ".join(f"{tensor.size} x {tensor.dtype}" for tensor in tensors)
-            return lane_of(scope, self._name).begin(carry, label, code=code).wait
+            return lane_of(scope, self._lane).begin(carry, label, code=code).wait
         with watched_on_device(label, scope):
             tasks = [
                 dist.broadcast(tensor, src=owner, group=self._group, sync_op=False)

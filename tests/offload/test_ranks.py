@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -356,6 +358,24 @@ def test_the_bytes_of_a_rank_follow_the_formula(ranks: str, request: pytest.Fixt
     for held, peak in (one["bytes"] for one in found):
         assert held <= 1.02 * 3 * own
         assert peak is None or peak <= 1.02 * (4 * own + 2 * shard)
+
+
+def _made_and_dropped() -> int:
+    """How many threads the second to sixth chain add; two at a time are used in turns."""
+    counts = []
+    for _ in range(3):
+        towers = [chain("ranks", encoders(), num_shards=4) for _ in range(2)]
+        x = paddle.ones([2, WIDTH])
+        (towers[0](x) * towers[1](x)).sum().backward()
+        del towers
+        gc.collect()
+        counts.append(threading.active_count())
+    return counts[-1] - counts[0]
+
+
+def test_chains_that_are_gone_leave_no_more_threads() -> None:
+    """All chains share 4 lanes, two of which the first two have made."""
+    assert max(run_ranks(_made_and_dropped, 2)) <= 2
 
 
 def _refused() -> None:
