@@ -145,24 +145,15 @@ def cut(sizes: Sequence[int], num_shards: int) -> list[range]:
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:
         limit = (low + high) // 2
-        if _num_needed(sizes, limit) <= num_shards:
+        if len(_ranges(sizes, limit, 1)) <= num_shards:
             high = limit
         else:
             low = limit + 1
     return _ranges(sizes, low, num_shards)
 
 
-def _num_needed(sizes: Sequence[int], limit: int) -> int:
-    count, filled = 1, 0
-    for size in sizes:
-        if filled + size > limit:
-            count, filled = count + 1, 0
-        filled += size
-    return count
-
-
 def _ranges(sizes: Sequence[int], limit: int, num_shards: int) -> list[range]:
-    """Shards of at most `limit`, none of them empty."""
+    """Ranges of at most `limit`: `num_shards` of them, or as many more as it takes."""
     ranges: list[range] = []
     begin, filled = 0, 0
     for index, size in enumerate(sizes):

@@ -87,12 +87,6 @@ class OffloadedLayer(WrappedLayer):
             "an offloaded Layer cannot be unwrapped; build the model anew and load its state_dict()"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused."""
-        raise OffloadError(
-            "an offloaded Layer cannot be copied or pickled; keep its state_dict() instead"
-        )
-
 
 def offload_layers(model: paddle.nn.Layer, config: RecomputeConfig) -> OffloadReport:
     """Take the Layers that `config` selects off the device, in shards, as `OffloadSequential` does.

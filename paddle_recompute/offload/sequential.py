@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import paddle
 
-from paddle_recompute.errors import ConfigError, OffloadError
+from paddle_recompute.errors import ConfigError
 from paddle_recompute.offload import _shard_call
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._cut import chain_of, send_away, sent_away
@@ -30,7 +30,8 @@ class OffloadSequential(paddle.nn.Sequential):
     again. Random numbers, buffers and gradients are those of the plain chain, to the bit. Where the
     chain is called twice in a backward, or shares a parameter, and steps accumulate, sums are in
     another order, which changes the last bit. So they are for a Layer that is used three times,
-    twice in one shard. A backward runs once.
+    twice in one shard, and for the gradient of an output that is used three times, twice in one
+    shard of another chain. A backward runs once.
 
     Names, ``state_dict``, ``set_state_dict`` and checkpoints are those of the plain
     ``paddle.nn.Sequential``. ``state_dict`` returns copies in host memory. ``numpy()`` reads a
@@ -146,17 +147,6 @@ class OffloadSequential(paddle.nn.Sequential):
     def resident(self, *layers: paddle.nn.Layer) -> contextlib.AbstractContextManager[None]:
         """`paddle_recompute.offload.resident` of this chain."""
         return resident(self, *layers)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Refused."""
-        raise OffloadError(
-            "an OffloadSequential cannot be copied or pickled, its parameters are not on the "
-            "device; copy or pickle the plain Layers before, or keep its state_dict()"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused."""
-        return self.__deepcopy__({})
 
     def _add(
         self,
