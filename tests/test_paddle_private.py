@@ -45,11 +45,11 @@ IS_26 = paddle.__version__.startswith("2.6")
 PRIVATE: list[tuple[Any, str]] = [
     (
         core.eager.Tensor,
-        "_bump_inplace_version _clear_data _grad_ivar _inplace_version _is_initialized "
+        "_bump_inplace_version _grad_ivar _inplace_version _is_initialized "
         "_register_backward_hook _register_grad_hook _remove_grad_hook _share_buffer_to "
         "_share_underline_tensor_to _slice _new_shared_tensor",
     ),
-    (paddle.ones([1]).get_tensor(), "_set_dims _share_data_with"),
+    (paddle.ones([1]).get_tensor(), "_clear _set_dims _share_data_with"),
     (paddle, "_C_ops _legacy_C_ops"),
     (paddle._C_ops, "add assign_value_ batch_norm exponential_ update_loss_scaling_"),
     (paddle._legacy_C_ops, "check_finite_and_unscale"),

@@ -5,6 +5,7 @@ not get at before it has been written to.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -146,9 +147,9 @@ def guard_methods_and_operators(call: Call, gradient: tuple[property, Callable[.
     Guarded.gradient = lambda self: None if self.grad is None else self.grad.numpy()
     _call.append(call)
     _wrap_operators()
-    # numpy for who calls it without binding it; the other one is that of vector_to_parameters
-    for name in ("numpy", "_share_underline_tensor_to"):
-        setattr(paddle.Tensor, name, _operator(name, getattr(paddle.Tensor, name)))
+    # For who calls it without binding it.
+    paddle.Tensor.numpy = _operator("numpy", paddle.Tensor.numpy)
+    paddle.Tensor._share_underline_tensor_to = _sharing(paddle.Tensor._share_underline_tensor_to)
     core.eager.run_partial_grad = _operator("paddle.grad", core.eager.run_partial_grad)
 
 
@@ -207,6 +208,23 @@ def _operator(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return _call_ready(name, function, args, kwargs)
 
     return operator
+
+
+def _sharing(share: Callable[..., Any]) -> Callable[..., Any]:
+    """``vector_to_parameters`` (2.6, 3.x) shares with one parameter after the other: all that it is
+    given are looked at before the first. A wrapper of it would not serve who has imported it.
+    """
+
+    @functools.wraps(share)
+    def checked(source: paddle.Tensor, target: paddle.Tensor) -> None:
+        frame = inspect.currentframe()
+        assert frame is not None and frame.f_back is not None
+        name = frame.f_back.f_code.co_name
+        is_of_list = name == "vector_to_parameters"
+        given = [*frame.f_back.f_locals["parameters"]] if is_of_list else [target]
+        _call_ready(name, lambda *_: share(source, target), (source, given), {})
+
+    return checked
 
 
 def _call_ready(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -15,11 +15,11 @@ from paddle_recompute._paddle.guarded import gradient_of
 def release_memory(tensor: paddle.Tensor) -> None:
     """Free the memory of `tensor`, which keeps its name, shape, dtype and flags.
 
-    ``Tensor._clear_data`` (2.6, 3.x) is what Paddle's own sharding (stage 3) does with parameters.
+    ``get_tensor()._clear`` (2.6, 3.x) is what Paddle's own sharding (stage 3) does with parameters.
     What an operator has saved for its backward is the same C++ tensor, so it is freed as well, and
     is back after `take_memory`. Can go when a tensor can leave its device publicly.
     """
-    tensor._clear_data()
+    paddle.Tensor.get_tensor(tensor)._clear()  # guarded or not
 
 
 def take_memory(tensor: paddle.Tensor, source: paddle.Tensor) -> None:

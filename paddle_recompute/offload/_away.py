@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ class Away:
     """A tensor and the slot that has its bytes while its memory is released.
 
     Whatever writes to the tensor while it is on the device is noticed: the slot is then written
-    when it leaves.
+    when it leaves. A thread may read the values while another one moves the tensor.
 
     Attributes:
         slot: Has the bytes.
@@ -42,6 +43,7 @@ class Away:
         """Of what is in the slot. No count of writes tells of another one."""
         self._num_written = 0
         self._stays = False
+        self._moving = threading.RLock()
         self.owner: Callable[[], object] = lambda: None
         self.gradients: Callable[[], ShardGradients | None] = lambda: None
         self.index = 0
@@ -78,17 +80,18 @@ class Away:
 
     def release(self) -> None:
         """Take it off the device."""
-        if not self.is_here or self._stays:
-            return
-        self.write()
-        self._arrived = None
-        travelling.release_memory(self.tensor)
+        with self._moving:
+            if self.is_here and not self._stays:
+                self.write()
+                self._arrived = None
+                travelling.release_memory(self.tensor)
 
     def release_to_others(self) -> None:
         """`release`; graphs and views that the user has made keep the memory."""
-        self.write()
-        self._arrived = None
-        travelling.leave_memory(self.tensor)
+        with self._moving:
+            self.write()
+            self._arrived = None
+            travelling.leave_memory(self.tensor)
 
     def unguard(self) -> None:
         """Let a parameter, which is here, be used like any other."""
@@ -110,9 +113,10 @@ class Away:
 
     def bring(self) -> None:
         """Bring it to the device."""
-        if not self.is_here:
-            travelling.take_memory(self.tensor, self.slot.read())
-            self._arrived = stamp_in_place(self.tensor)
+        with self._moving:
+            if not self.is_here:
+                travelling.take_memory(self.tensor, self.slot.read())
+                self._arrived = stamp_in_place(self.tensor)
 
     def mark_written(self) -> None:
         """It was written to, in a way that nobody counts."""
@@ -124,11 +128,12 @@ class Away:
 
     def write(self) -> None:
         """Let the slot have its value now; it stays where it is."""
-        if self.is_here and self._is_written():
-            self.slot.write(self.tensor)
-            self._form = _form_of(self.tensor)
-            self._num_written += 1
-            self._arrived = stamp_in_place(self.tensor)
+        with self._moving:
+            if self.is_here and self._is_written():
+                self.slot.write(travelling.over_same_memory(self.tensor))
+                self._form = _form_of(self.tensor)
+                self._num_written += 1
+                self._arrived = stamp_in_place(self.tensor)
 
     def bring_for_good(self) -> None:
         """Bring it to the device for good."""
@@ -140,18 +145,21 @@ class Away:
         """Give it other values, wherever it is."""
         copy = travelling.twin_of(self.tensor, paddle.empty(self.tensor.shape, self.tensor.dtype))
         travelling.set_values_of(copy, value)
-        self._num_written += 1
-        if self.is_here:
-            travelling.take_memory(self.tensor, copy)
-            self._arrived = None
-        else:
-            self.slot.write(copy)
+        with self._moving:
+            self._num_written += 1
+            if self.is_here:
+                travelling.take_memory(self.tensor, copy)
+                self._arrived = None
+            else:
+                self.slot.write(copy)
 
-    def numpy(self) -> np.ndarray[Any, Any]:
+    def numpy(self, *_: Any) -> np.ndarray[Any, Any]:
         """Its values, wherever it is; a copy."""
-        if self.is_here:
-            return np.array(travelling.over_same_memory(self.tensor).numpy())
-        return self.slot.numpy()
+        with self._moving:
+            if not self.is_here:
+                return self.slot.numpy()
+            kept = travelling.over_same_memory(self.tensor)
+        return np.array(kept.numpy())
 
 
 def _form_of(tensor: paddle.Tensor) -> tuple[list[int], Any]:
@@ -171,6 +179,7 @@ def let_travel(parameter: paddle.Tensor, slot: Slot) -> Away:
     away = Away(parameter, slot)
     travels(parameter, away.content)
     setattr(parameter, _AWAY, away)
+    parameter.numpy = away.numpy  # Paddle's own ends the process if the memory leaves meanwhile
     away.release()
     away.guard()
     return away

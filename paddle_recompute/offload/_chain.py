@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -125,9 +126,8 @@ class Shard:
             return
         self.cancel_prefetch()
         for away in self.parameters:
-            away.unguard()
-            away.release()
             away.guard()
+            away.release()
 
 
 class Chain:
@@ -159,6 +159,8 @@ class Chain:
         ranks = carrier.ranks if carrier is not None else ()
         self.gradients = ChainGradients([shard.gradients for shard in self.shards], ranks)
         self._here: int | None = None
+        self._using = threading.RLock()
+        self._trainer: threading.Thread | None = None
         for away in taken:
             away.owner = weakref.ref(self)
         for shard in self.shards:
@@ -166,22 +168,46 @@ class Chain:
                 keep_elsewhere(away.tensor, self.gradients)
             shard.release()
 
+    def train_in_this_thread(self) -> None:
+        """A forward begins that has a backward; other threads can compute without one.
+
+        Raises:
+            OffloadError: Another thread, which lives, has trained the chain.
+        """
+        current = threading.current_thread()
+        if self._trainer is not None and self._trainer is not current and self._trainer.is_alive():
+            raise OffloadError(
+                f"{self.shards[0].name} is trained by the thread {self._trainer.name}, and is "
+                f"called in {current.name}; call it inside paddle.no_grad() there"
+            )
+        self._trainer = current
+
     @contextlib.contextmanager
     def use(self, index: int, then: Sequence[int] = ()) -> Iterator[None]:
         """Have shard `index` on the device, and begin to bring those of `then`.
 
-        When the body has ended, it may stay on the device, but not in anybody's hands.
+        When the body has ended, it may stay on the device, but not in anybody's hands. Another
+        thread that wants a shard waits until then.
 
         Args:
             index: The shard; all others leave.
             then: Those that will be used next, the next one first.
         """
+        with self._using:
+            self._make_room_for(index, then)
+            try:
+                yield
+            finally:
+                self.shards[index].guard()
+
+    def _make_room_for(self, index: int, then: Sequence[int]) -> None:
         then = [other for other in then if 0 <= other < len(self.shards)][: self.prefetch]
         if self._here not in (None, index):
             left = self.shards[self._here or 0]
             self._here = None
             left.release()  # before its gradients are joined, which takes memory
-            self.gradients.collect(left.gradients)
+            if self._trainer is threading.current_thread():
+                self.gradients.collect(left.gradients)
         self.shards[index].bring()
         self._here = index
         for other, shard in enumerate(self.shards):
@@ -189,10 +215,6 @@ class Chain:
                 shard.cancel_prefetch()
         for other in then:
             self.shards[other].prefetch()
-        try:
-            yield
-        finally:
-            self.shards[index].guard()
 
     @contextlib.contextmanager
     def resident(self, indices: Iterable[int]) -> Iterator[None]:
@@ -203,21 +225,24 @@ class Chain:
             )
         come: list[Shard] = []
         try:
-            for index in indices:
-                self._here = None if self._here == index else self._here
-                self.shards[index].reside()
-                come.append(self.shards[index])
+            with self._using:
+                for index in indices:
+                    self._here = None if self._here == index else self._here
+                    self.shards[index].reside()
+                    come.append(self.shards[index])
             yield
         finally:
-            for shard in come:
-                shard.end_reside()
+            with self._using:
+                for shard in come:
+                    shard.end_reside()
 
     def release(self) -> None:
         """Have no shard on the device, and none on its way."""
-        for shard in self.shards:
-            self.gradients.collect(shard.gradients)
-            shard.release()
-        self._here = None
+        with self._using:
+            for shard in self.shards:
+                self.gradients.collect(shard.gradients)
+                shard.release()
+            self._here = None
 
     def note_backward(self, index: int) -> None:
         """A backward through shard `index` has ended."""

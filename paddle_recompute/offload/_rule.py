@@ -36,7 +36,7 @@ def enforce() -> None:
 def _call(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    given = [leaf for _, leaf in _nested.named_leaves((args, kwargs)) if guarded.is_guarded(leaf)]
+    given = _guarded_in((args, kwargs))
     parameter = given[0]
     away = away_of(parameter)
     assert away is not None
@@ -47,11 +47,17 @@ def _call(
             return np.asarray(away.numpy(), *args[1:], **kwargs)
         if name == "set_value":
             return away.set_value(*args[1:], **kwargs)
+    if name == "paddle.grad" and not _guarded_in(args[:3]):
+        return function(*args, **kwargs)  # among no_grad_vars: names it, and does not look at it
     raise OffloadError(
         f"{name} of {parameter.name}, which is offloaded: it is on the device while its shard "
         "computes. numpy() reads it, set_value() writes to it, and state_dict() has copies in "
         f"host memory. {_RESIDENT}, for a penalty on it too"
     )
+
+
+def _guarded_in(value: Any) -> list[paddle.Tensor]:
+    return [leaf for _, leaf in _nested.named_leaves(value) if guarded.is_guarded(leaf)]
 
 
 def _refuse_gradient(parameter: paddle.Tensor) -> None:

@@ -40,7 +40,8 @@ def run(
         num_microbatches: Into how many parts the first axis of the inputs is split.
 
     Raises:
-        OffloadError: The call is inside of a recomputed function.
+        OffloadError: The call is inside of a recomputed function, or another thread trains the
+            chain.
     """
     kwargs = kwargs or {}
     is_last = index == len(chain.shards) - 1
@@ -59,6 +60,7 @@ def run(
             f"{name} is offloaded and is called inside of a recomputed function; it is recomputed "
             "by itself. Take it out of what recompute wraps"
         )
+    chain.train_in_this_thread()
     watch_backward()
     watch_writes()
     inputs = (args, kwargs)
@@ -156,22 +158,18 @@ class _ShardCall:
         """`outputs` with a gradient history that leads to `inputs` through this call."""
         tensors = list(_nested.tensors_in(inputs))
         made = list(_nested.tensors_in(outputs))
-        own = self._own = [place for place in range(len(made)) if place not in self._passed]
-        if not own:
-            return _nested.map_tensors(
-                _next_of([tensors[i] for i in self._passed.values()]), outputs
-            )
+        self._own = [place for place in range(len(made)) if place not in self._passed]
         anchor = paddle.zeros([1])
         anchor.stop_gradient = False  # an input that needs a gradient, if no other does
-        self._made = tuple(made[place] for place in own)
-        results = _Boundary.apply(self, anchor, *tensors)
+        self._made = tuple(made[place] for place in self._own)
+        results = _Boundary.apply(self, anchor, *tensors) if self._made else []
         results = list(results) if isinstance(results, (tuple, list)) else [results]
         for result in results:
             if not result.is_floating_point() and not result.is_complex():
                 result.stop_gradient = True
             else:
                 result.register_hook(self._refuse_a_second_backward)
-        by_place = dict(zip(own, results, strict=True))
+        by_place = dict(zip(self._own, results, strict=True))
         by_place.update({place: tensors[i] for place, i in self._passed.items()})
         return _nested.map_tensors(_next_of([by_place[p] for p in range(len(made))]), outputs)
 

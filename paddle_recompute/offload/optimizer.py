@@ -251,10 +251,11 @@ class OffloadOptimizer:
         self, shard: Shard, optimizer: paddle.optimizer.Optimizer, *, only_masters: bool = False
     ) -> None:
         known = {away.key: away for away in shard.state}
-        shard.state = []
-        for tensor in _tensors_of(optimizer, only_masters):
-            away = known.get(id(tensor)) or Away(tensor, shard.make_slot())
-            shard.state.append(away)
+        shard.state = [
+            known.get(id(tensor)) or Away(tensor, shard.make_slot())
+            for tensor in _tensors_of(optimizer, only_masters)
+        ]
+        for away in shard.state:
             away.mark_written()
             away.release()
 
@@ -278,6 +279,6 @@ def _tensors_of(optimizer: paddle.optimizer.Optimizer, only_masters: bool) -> li
 
 def _value(shard: Shard, tensor: Any) -> Any:
     away = next((one for one in shard.state if one.key == id(tensor)), None)
-    if away is None or away.is_here:
+    if away is None:
         return tensor
     return on_host(away.numpy(), tensor.name, tensor.dtype)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
+from paddle.nn.utils import vector_to_parameters
 
 from paddle_recompute import OffloadSequential, TrainStep
 from paddle_recompute._paddle.travelling import has_memory
@@ -133,6 +136,63 @@ def test_all_else_is_refused(weight: paddle.Tensor) -> None:
             use(weight)
             pytest.fail(f"{name} was not refused")
     assert np.array_equal(weight.numpy(), value)
+
+
+def test_of_a_list_with_a_plain_parameter_nothing_is_written(weight: paddle.Tensor) -> None:
+    """Also by a function that was imported before anything was offloaded."""
+    plain = paddle.nn.Linear(WIDTH, WIDTH).weight
+    before = plain.numpy()
+    for write in (vector_to_parameters, paddle.nn.utils.vector_to_parameters):
+        with pytest.raises(OffloadError, match="vector_to_parameters of"):
+            write(paddle.ones([2 * WIDTH * WIDTH]), [plain, weight])
+        assert np.array_equal(plain.numpy(), before)
+    vector_to_parameters(paddle.ones([WIDTH * WIDTH]), [plain])
+    assert np.array_equal(plain.numpy(), np.ones(ONES, "float32"))
+
+
+def test_paddle_grad_can_be_told_not_to_go_through_it(weight: paddle.Tensor) -> None:
+    x = paddle.ones([2])
+    x.stop_gradient = False
+    (gradient,) = paddle.grad(x * x, [x], no_grad_vars=[weight])
+    assert gradient.tolist() == [2.0, 2.0]
+    with pytest.raises(OffloadError, match=r"paddle\.grad of"):
+        paddle.grad(x * x, [x, weight], no_grad_vars=[weight], allow_unused=True)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_another_thread_reads_and_computes_during_steps(place: str) -> None:
+    model = pair(place)[1]
+    optimizer = optimizer_of(model, lambda p: paddle.optimizer.SGD(0.0, parameters=p))
+    want, loss = values(model), loss_of(model).numpy()
+    is_over, wrong, num_done = threading.Event(), [], [0]
+
+    def read() -> None:
+        try:
+            with pytest.raises(OffloadError, match=r"trained by the thread MainThread.*no_grad"):
+                loss_of(model)
+            while not is_over.is_set() or not num_done[0]:
+                assert_equal(values(model), want)
+                assert np.array_equal(model.state_dict()["0.weight"].numpy(), want[0])
+                with paddle.no_grad():
+                    assert np.array_equal(loss_of(model).numpy(), loss)
+                num_done[0] += 1
+        except BaseException as error:
+            wrong.append(error)
+
+    reader = threading.Thread(target=read)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    reader.start()
+    try:
+        for number in range(6):
+            loss_of(model, number).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        reader.join()
+    assert wrong == [] and num_done[0]
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
