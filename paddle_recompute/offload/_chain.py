@@ -169,18 +169,24 @@ class Chain:
             shard.release()
 
     def train_in_this_thread(self) -> None:
-        """A forward begins that has a backward; other threads can compute without one.
+        """A forward begins that has a backward. Until `end_step`, other threads can compute without
+        one.
 
         Raises:
-            OffloadError: Another thread, which lives, has trained the chain.
+            OffloadError: The chain is in a step of another thread, which lives.
         """
         current = threading.current_thread()
         if self._trainer is not None and self._trainer is not current and self._trainer.is_alive():
             raise OffloadError(
-                f"{self.shards[0].name} is trained by the thread {self._trainer.name}, and is "
-                f"called in {current.name}; call it inside paddle.no_grad() there"
+                f"{self.shards[0].name} is in a step of the thread {self._trainer.name}, and is "
+                f"called in {current.name}; call it inside paddle.no_grad() there, or train in "
+                "turns: a step ends with the optimizer's step()"
             )
         self._trainer = current
+
+    def end_step(self) -> None:
+        """Its parameters are updated; the next step may be one of another thread."""
+        self._trainer = None
 
     @contextlib.contextmanager
     def use(self, index: int, then: Sequence[int] = ()) -> Iterator[None]:
@@ -206,7 +212,7 @@ class Chain:
             left = self.shards[self._here or 0]
             self._here = None
             left.release()  # before its gradients are joined, which takes memory
-            if self._trainer is threading.current_thread():
+            if self._trainer in (None, threading.current_thread()):
                 self.gradients.collect(left.gradients)
         self.shards[index].bring()
         self._here = index

@@ -123,10 +123,11 @@ class OffloadOptimizer:
                 chain.gradients.finish()
             if chain.is_spread:
                 self._step_of_own(chain)
-                continue
-            for index in reversed(range(len(chain.shards))):
-                with chain.use(index, [index - 1]):
-                    self._step_of(chain, index)
+            else:
+                for index in reversed(range(len(chain.shards))):
+                    with chain.use(index, [index - 1]):
+                        self._step_of(chain, index)
+            chain.end_step()
         self._factor = None
 
     def clear_grad(self, set_to_zero: bool = True) -> None:

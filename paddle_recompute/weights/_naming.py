@@ -113,6 +113,8 @@ def to_ours(arrays: Arrays, source: str, kind: str) -> Renamed:
 
 def from_ours(arrays: Arrays, naming: Naming) -> tuple[Arrays, list[str]]:
     """Our encoder under the names of another library, and what has no name there: a projection."""
+    if naming == "paddle_recompute":
+        return arrays, []
     names = _names(arrays, naming)
     found = {names[n]: _turned(array, n, naming) for n, array in arrays.items() if n in names}
     return found, sorted(arrays.keys() - names.keys())

@@ -262,8 +262,9 @@ def test_an_encoder_with_other_tensors_is_not_converted(tmp_path: Path) -> None:
     [
         ("bert.encoder.layer.1.attention.self.distance_embedding.weight", IDS),
         ("bert.embeddings.position_ids", np.arange(POSITIONS)[::-1]),
+        ("bert.encoder.layer.99999999999.output.dense.bias", np.ones(HIDDEN, "float32")),
     ],
-    ids=["relative positions", "positions in another order"],
+    ids=["relative positions", "positions in another order", "a number of eleven digits"],
 )
 def test_an_encoder_with_one_tensor_more_is_refused(name: str, value: Any, tmp_path: Path) -> None:
     """All of BERT's tensors are there, and do not suffice."""
