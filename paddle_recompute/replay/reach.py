@@ -17,7 +17,8 @@ barriers, loggers) are skipped.
 **What the forward itself changes.** A number that it rebinds and a list or dict of data that it
 changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other object that
 it rebinds is put back, with the numbers beside it, and so is a list or dict of such objects. So a
-cache that it filled (keys and values of attention) is filled again.
+cache that it filled (keys and values of attention) is filled again. Numbers of a Layer with buffers
+are put back with these: a flag tells that they are filled.
 """
 
 from __future__ import annotations
