@@ -185,6 +185,7 @@ def watch_layers() -> Watches:
     wrapped, once. Can go when there are hooks of all Layers.
     """
     call, init, watches = paddle.nn.Layer.__call__, paddle.nn.Layer.__init__, Watches()
+    everywhere = watches.everywhere  # to read an attribute of a thread takes long
 
     @functools.wraps(init)
     def made(self: paddle.nn.Layer, *args: Any, **kwargs: Any) -> None:
@@ -197,8 +198,8 @@ def watch_layers() -> Watches:
         for known, tell in watches.called:
             if id(self) not in known:
                 tell(self)
-        if watches.everywhere:
-            for tell in list(watches.everywhere):
+        if everywhere:
+            for tell in list(everywhere):
                 tell(self)
         return call(self, *args, **kwargs)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import operator
 import weakref
@@ -20,6 +21,7 @@ import paddle
 
 from paddle_recompute._paddle.layers import (
     BATCH_NORMS,
+    BUFFERS,
     STATISTICS,
     is_initialized,
     kernel_reads_statistics,
@@ -27,7 +29,6 @@ from paddle_recompute._paddle.layers import (
     non_trained_state,
     own_parameters,
     set_own_parameters,
-    statistics_among_parameters,
 )
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
@@ -241,21 +242,24 @@ class LayerState:
 
     def _add(self, layers: list[paddle.nn.Layer]) -> None:
         self.known.update(zip(map(id, layers), layers, strict=True))
-        trained: list[paddle.Tensor] = []
-        for layer in layers:
-            parameters, buffers = _tensors_of(layer.__dict__)
-            if STATISTICS[0] in parameters and isinstance(layer, BATCH_NORMS):
-                names = statistics_among_parameters(layer)
-                trained += [one for name, one in dict.items(parameters) if name not in names]
-                self._add_buffers(layer, is_norm=True)
-                continue
-            if parameters:
-                trained += dict.values(parameters)
-            if buffers:
-                self._add_buffers(layer, is_norm=False)
+        parameters = [*map(_parameters_of, map(vars, layers))]
+        statistics: dict[int, paddle.nn.Layer] = {}  # by id, those of BatchNorms
+        if STATISTICS[0] in {*_flat(parameters)}:
+            statistics = {
+                id(own[name]): layer
+                for layer, own in zip(layers, parameters, strict=True)
+                if STATISTICS[0] in own and isinstance(layer, BATCH_NORMS)
+                for name in STATISTICS
+            }
+        norms = {*map(id, statistics.values())}
+        for layer, buffers in zip(layers, map(_buffers_of, map(vars, layers)), strict=True):
+            if buffers or id(layer) in norms:
+                self._add_buffers(layer, is_norm=id(layer) in norms)
             else:
                 self._bare.append(buffers)
-        self._stamps.append(_writes.Stamps([one for one in trained if one is not None]))
+        values = _flat(map(dict.values, parameters))
+        trained = [one for one in values if one is not None and id(one) not in statistics]
+        self._stamps.append(_writes.Stamps(trained))
 
     def _add_buffers(self, layer: paddle.nn.Layer, *, is_norm: bool) -> None:
         is_read = not is_norm or self._with_statistics or kernel_reads_statistics(layer)
@@ -311,7 +315,8 @@ class LayerState:
             buffers.update(content)
 
 
-_tensors_of = operator.itemgetter("_parameters", "_buffers")
+_flat = itertools.chain.from_iterable
+_parameters_of, _buffers_of = map(operator.itemgetter, ("_parameters", BUFFERS))
 
 
 # ------------------------------------------------------------------------- changed parameters

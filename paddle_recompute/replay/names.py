@@ -144,10 +144,11 @@ class Kind:
         others: The names of its other functions, Paddle's own excepted: others may call them.
         may_draw: Whether code that is not among `methods` may draw from NumPy's or Python's stream.
         readers: Those that `reader` has made, by the keys of the ``__dict__``.
+        last: The one that it gave last, with these keys.
     """
 
     __slots__ = (
-        "_class", "attributes", "codes", "may_draw", "methods", "others", "readers",
+        "_class", "attributes", "codes", "last", "may_draw", "methods", "others", "readers",
     )  # fmt: skip
 
     def __init__(self, kind: type, forget: Callable[[object], object]) -> None:
@@ -179,18 +180,22 @@ class Kind:
         self.codes = Codes(dict.fromkeys(_bases(kind), done))
         _in_paddle.watch(done)
         self.readers: dict[tuple[str, ...], Reader] = {}
+        self.last: tuple[list[str], Reader] = [], ((), nothing, frozenset())
         self._class = weakref.ref(kind, forget)
 
     def reader(self, entries: dict[str, Any]) -> Reader:
-        """For the ``__dict__`` of a Layer, whose keys are not in `readers`: what is looked at."""
-        if len(self.readers) >= _MOST_READERS:
-            self.readers.clear()
-        names: AbstractSet[str] = (
-            entries.keys() - attributes_of_every_layer()
-            if self.attributes is None
-            else self.attributes
-        )
-        known = self.readers[tuple(entries)] = reader_of(entries, names | {FLAG})
+        """For the ``__dict__`` of a Layer, whose keys are not those of `last`: what is looked at."""
+        known = self.readers.get(keys := (*entries,))
+        if known is None:
+            if len(self.readers) >= _MOST_READERS:
+                self.readers.clear()
+            names: AbstractSet[str] = (
+                entries.keys() - attributes_of_every_layer()
+                if self.attributes is None
+                else self.attributes
+            )
+            known = self.readers[keys] = reader_of(entries, names | {FLAG})
+        self.last = [*keys], known
         return known
 
 

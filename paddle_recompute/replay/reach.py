@@ -124,7 +124,6 @@ class Reach:
     def __init__(self, function: Any, arguments: Any) -> None:
         search = _Search.of(function, arguments)
         self.snapshot = search.snapshot
-        self.snapshot.capture()
         self.may_draw, self.may_seed = search.may_draw, search.may_seed
         self.reads_statistics = search.is_dynamic or not search.names.isdisjoint(_TO_STATISTICS)
         self._tensors = search.tensors
@@ -360,24 +359,23 @@ class _Search:
         outer, layers = self._owner, layers_below(root)
         if self.snapshot.layers:  # some may have been there
             layers = [one for one in layers if one is root or id(one) not in self._seen]
-        self.snapshot.layers += layers
         self._seen.update(zip(map(id, layers), layers, strict=True))
         of_class = dict(zip(map(type, layers), layers, strict=True))
         for layer_class in of_class.keys() & self._kinds.keys():
             del of_class[layer_class]
         self._kinds.update(zip(of_class, map(kind_of, of_class), strict=True))
-        dicts, readers, before = [one.__dict__ for one in layers], [], []
-        for layer_class, entries in zip(map(type, layers), dicts, strict=True):
+        dicts, readers, before = self.snapshot.add_layers(layers), [], []
+        others = []
+        for place, (layer_class, entries) in enumerate(zip(map(type, layers), dicts, strict=True)):
             kind = self._kinds[layer_class]
-            reader = kind.readers.get((*entries,)) or kind.reader(entries)
+            keys, reader = kind.last
+            if keys != [*entries]:
+                reader = kind.reader(entries)
+            values = reader[1](entries)
             readers.append(reader)
-            before.append(reader[1](entries))
-        others = {
-            place
-            for place, values in enumerate(before)
-            for value in values
-            if type(value) not in _LEAVES
-        }
+            before.append(values)
+            if not _LEAVES.issuperset(map(type, values)):
+                others.append(place)
         for place in others:
             self._owner = self._holder = layers[place]
             if self._visit_values(readers[place], before[place]):
@@ -385,7 +383,7 @@ class _Search:
                 readers[place], before[place] = _NOTHING, ()
         self._holder = None
         self.snapshot.add_all(dicts, readers, before)
-        if any(map(any, map(_hook_dicts, dicts))):
+        if self.snapshot.has_hooks():
             for self._owner in layers:
                 for hooks in _hook_dicts(self._owner.__dict__):
                     for hook in hooks.values():
