@@ -48,10 +48,12 @@ from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.contents import hold
 from paddle_recompute.replay.names import (
     OURS,
+    PADDLE,
     UNNAMED,
     Kind,
     Reader,
     check_paddle,
+    foreign_in_paddle,
     is_deterministic,
     is_library,
     is_of_python,
@@ -77,7 +79,6 @@ _TO_STATISTICS = frozenset({*STATISTICS, "eval", "train", "training"})
 mode within one forward.
 """
 _WITHOUT_STREAMS = {"builtins", "math", "operator", "_operator", "functools"}
-_PADDLE = (paddle, paddle.nn, paddle.nn.functional, paddle.Tensor)
 _hook_dicts = operator.itemgetter("_forward_pre_hooks", "_forward_post_hooks")
 _ITEMS: tuple[Reader, Reader] = (
     ((), lambda value: (*items_of(value),), None),
@@ -270,7 +271,7 @@ class _Search:
         elif isinstance(value, types.ModuleType):
             if not is_library(value.__name__) and not is_of_python(value.__name__):
                 self._objects.append((value, set()))
-            self.may_draw |= value not in _PADDLE and not is_deterministic(value.__name__)
+            self.may_draw |= value not in PADDLE and not is_deterministic(value.__name__)
         elif isinstance(value, _RECORDS) or _is_users(value):
             self._objects.append((value, set()))
         else:
@@ -350,10 +351,8 @@ class _Search:
             self.is_dynamic |= names.is_dynamic
             self.may_draw |= names.may_draw or names.is_dynamic
             self._visit_globals(function.__globals__, names.globals)
-            for owner in _PADDLE:  # whose functions somebody may have replaced
-                for name in names.attributes & vars(owner).keys():
-                    if type(value := vars(owner)[name]) is types.FunctionType:
-                        self._visit(value, name)
+            for value in foreign_in_paddle(names.attributes):
+                self._visit(value, value.__name__)
 
     def _visit_layer(self, root: paddle.nn.Layer) -> None:
         outer, layers = self._owner, layers_below(root)
@@ -470,9 +469,7 @@ class _Search:
 def _is_users(value: Any) -> bool:
     module = type(value).__module__
     if module.partition(".")[0] == OURS:
-        return (
-            False  # it notes what happens, in both forwards: the planner's recorder, for instance
-        )
+        return False  # it notes what happens in both forwards, as the planner's recorder does
     return not (isinstance(value, type) or is_library(module) or is_of_python(module))
 
 

@@ -78,7 +78,7 @@ class Snapshot:
 
     def add_layers(self, layers: list[paddle.nn.Layer]) -> list[dict[str, Any]]:
         """Watch the sublayers, parameters and hooks of `layers`; returns their attributes."""
-        dicts = [*map(vars, layers)]
+        dicts = [layer.__dict__ for layer in layers]
         self.layers += layers
         self._layer_dicts += dicts
         self._note_members(dicts)
