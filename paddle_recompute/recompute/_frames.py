@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -99,14 +98,6 @@ _new_ticket = object.__new__
 """``FrameTicket()`` would take as long as all that `Frame.pack` reads of a tensor."""
 
 
-@dataclass(slots=True)
-class _Part:
-    """One call of a frame; its inputs come from outside or from earlier parts."""
-
-    call: Call
-    inputs: Any
-
-
 class Frame:
     """One or more calls that are recomputed together.
 
@@ -115,7 +106,8 @@ class Frame:
     """
 
     def __init__(self, storage: InputStorage) -> None:
-        self.parts: list[_Part] = []
+        self.parts: list[tuple[Call, Any]] = []
+        """Its calls, each with its inputs, which come from outside or from earlier parts."""
         self._storage = storage
         # Of each tensor that operators saved: what it looked like, its checksum, and the ticket,
         # which the graph alone keeps.
@@ -158,7 +150,7 @@ class Frame:
         finally:
             self._is_recording = self._compares_values = False
             end_recording()
-        self.parts.append(_Part(call, inputs))
+        self.parts.append((call, inputs))
         if linked:
             for leaf, tensor in enumerate(_nested.tensors_in(outputs)):
                 link = Link(len(self.parts) - 1, leaf)
@@ -264,15 +256,15 @@ class Frame:
     @property
     def name(self) -> str:
         """The name of the frame in errors."""
-        first, last = self.parts[0].call.name, self.parts[-1].call.name
+        first, last = self.parts[0][0].name, self.parts[-1][0].name
         return first if len(self.parts) == 1 else f"{first} to {last}"
 
     def _recompute(self) -> None:
         again = _Repetition(self)
         outputs: list[list[paddle.Tensor]] = []
         is_linked = bool(self._outputs)
-        for part in self.parts:
-            args, kwargs = fetch(part.inputs, outputs)
+        for call, inputs in self.parts:
+            args, kwargs = fetch(inputs, outputs)
             # Enable gradients first: inside an unpack hook they are disabled, and Paddle ignores
             # hooks that are registered then.
             had_gradients = set_gradients(True)
@@ -280,7 +272,7 @@ class Frame:
             # On a tensor from outside, the hook of the first forward is there already.
             hooks = begin_passing_hooks()
             try:
-                result = part.call.repeat(args, kwargs)
+                result = call.repeat(args, kwargs)
             finally:
                 end_passing_hooks(hooks)
                 end_recording()
@@ -382,7 +374,7 @@ class _Repetition:
                 f"{num_saved} tensors were saved for the backward, now {len(kept)}"
             )
         is_matched = self._is_matched and len(kept) >= num_saved
-        must_fail = self._frame.parts[0].call.check or not is_matched
+        must_fail = self._frame.parts[0][0].check or not is_matched
         if self._difference is not None and must_fail:
             raise RecomputeError(
                 f"The second forward of {self._frame.name} is not a repetition of the first: "

@@ -219,23 +219,16 @@ def run_recomputed(
             _discarded.offer(outputs, (args, kwargs), frame)
         return outputs
     except HooksAreTaken:
-        return _call_plainly(call, args, kwargs)
+        # Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
+        _logger.warning(
+            "recompute(%s): other saved_tensors_hooks are in force; the function is called without "
+            "recompute",
+            call.name,
+        )
+        return function(*args, **kwargs)
     finally:
         set_translator(translator)
 
 
 never_translate(recompute)
 never_translate(run_recomputed)
-
-
-def _call_plainly(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the function under saved-tensor hooks of other code, which decide what is kept.
-
-    Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
-    """
-    _logger.warning(
-        "recompute(%s): other saved_tensors_hooks are in force; the function is called without "
-        "recompute",
-        call.name,
-    )
-    return call.function(*args, **kwargs)

@@ -166,7 +166,7 @@ class _Holder:
     empty: dict[str, Any]
 
     def is_unchanged(self) -> bool:
-        """Whether there are the same names as before, and everything copied or empty is as it was."""
+        """Whether there are the same names as before, and what was copied or empty is as it was."""
         now = self.tensors
         return (
             now.keys() == self.before.keys()
