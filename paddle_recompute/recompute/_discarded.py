@@ -19,7 +19,6 @@ from paddle_recompute import _nested
 from paddle_recompute._nested import describe
 from paddle_recompute.recompute._hooks import Kept
 
-
 _offers: dict[int, tuple[weakref.ref[paddle.Tensor], Any]] = {}
 """By address: an output, and the `Frame` that can recompute it."""
 

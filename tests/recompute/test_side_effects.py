@@ -11,8 +11,17 @@ import pytest
 from paddle_recompute import ContrastiveLoss, GradCache, recompute
 from paddle_recompute.errors import RecomputeError
 from tests.recompute.contract import (
-    Run, Seen, Using, array, case, clean_streams, leaf, loss_of, step, upstream,
-)  # fmt: skip
+    Run,
+    Seen,
+    Using,
+    array,
+    case,
+    clean_streams,
+    leaf,
+    loss_of,
+    step,
+    upstream,
+)
 
 
 def two_calls(run: Run, block: Any, first: paddle.Tensor, *, again: paddle.Tensor) -> Seen:
