@@ -83,6 +83,8 @@ def layers_below(root: paddle.nn.Layer) -> list[paddle.nn.Layer]:
 
 MEMBER_DICTS = ("_sub_layers", "_parameters", "_forward_pre_hooks", "_forward_post_hooks")
 """Where the ``__dict__`` of a Layer keeps its sublayers, parameters and hooks (2.6, 3.x)."""
+BUFFERS = "_buffers"
+"""Where it keeps its buffers, as which a Layer takes every tensor that is assigned to it."""
 
 
 def forward_pre_hooks(layer: paddle.nn.Layer) -> dict[Any, Any]:
@@ -183,6 +185,7 @@ def watch_layers() -> Watches:
     wrapped, once. Can go when there are hooks of all Layers.
     """
     call, init, watches = paddle.nn.Layer.__call__, paddle.nn.Layer.__init__, Watches()
+    everywhere = watches.everywhere  # to read an attribute of a thread takes long
 
     @functools.wraps(init)
     def made(self: paddle.nn.Layer, *args: Any, **kwargs: Any) -> None:
@@ -195,8 +198,8 @@ def watch_layers() -> Watches:
         for known, tell in watches.called:
             if id(self) not in known:
                 tell(self)
-        if watches.everywhere:
-            for tell in list(watches.everywhere):
+        if everywhere:
+            for tell in list(everywhere):
                 tell(self)
         return call(self, *args, **kwargs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -64,8 +65,8 @@ version_of: Callable[[paddle.Tensor], int] = core.eager.Tensor._inplace_version
 """What ``Tensor.inplace_version`` calls (2.6, 3.x), without its Python frame."""
 
 Look = tuple[Any, Any, int, list[int]]
-"""Dtype, strides (in elements; None: contiguous) and offset in its memory (in bytes) of a tensor,
-and its shape."""
+"""`dtype_of`, strides (in elements; None: contiguous) and offset in its memory (in bytes) of a
+tensor, and its shape."""
 
 
 def look_of(tensor: paddle.Tensor) -> Look:
@@ -98,17 +99,16 @@ _read_dtype, _offset_of, _shape_of = (
     getattr(core.eager.Tensor, name).__get__ for name in ("dtype", "offset", "shape")
 )
 _DTYPES_ARE_SINGLE = paddle_version() >= (3, 0, 0)
-"""Paddle 2.6 makes a new object of a dtype each time; to compare two takes longer than a look."""
-_dtypes: dict[int, Any] = {}
+dtype_of: Callable[[paddle.Tensor], Any] = (
+    _read_dtype if _DTYPES_ARE_SINGLE else operator.attrgetter("dtype.value")
+)
+"""The dtype of a tensor, as an object that compares fast: Paddle 2.6 makes a new dtype each time,
+and its number is taken (``VarType.value``). Can go with 2.6."""
 
 
-def _single_dtype_of(tensor: paddle.Tensor) -> Any:
-    dtype = tensor.dtype
-    return _dtypes.setdefault(dtype.value, dtype)
-
-
-dtype_of: Callable[[paddle.Tensor], Any] = _read_dtype if _DTYPES_ARE_SINGLE else _single_dtype_of
-"""The dtype of a tensor: one object for all tensors of a dtype."""
+def dtype_in(look: Look) -> Any:
+    """The dtype of a tensor of this `look`."""
+    return look[0] if _DTYPES_ARE_SINGLE else paddle.dtype(look[0])
 
 
 def with_layout(tensor: paddle.Tensor, look: Look) -> paddle.Tensor:

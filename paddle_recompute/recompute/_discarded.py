@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -20,15 +19,8 @@ from paddle_recompute import _nested
 from paddle_recompute._nested import describe
 from paddle_recompute.recompute._hooks import Kept
 
-
-@dataclass
-class _Offer:
-    output: weakref.ref[paddle.Tensor]
-    maker: Any
-    """The `Frame` that can recompute it."""
-
-
-_offers: dict[int, _Offer] = {}
+_offers: dict[int, tuple[weakref.ref[paddle.Tensor], Any]] = {}
+"""By address: an output, and the `Frame` that can recompute it."""
 
 
 def offer(outputs: object, inputs: object, maker: Any) -> None:
@@ -44,7 +36,7 @@ def offer(outputs: object, inputs: object, maker: Any) -> None:
             continue
         address = output.data_ptr()
         end = functools.partial(_withdraw, address)
-        _offers[address] = _Offer(weakref.ref(output, end), maker)
+        _offers[address] = weakref.ref(output, end), maker
 
 
 def _withdraw(address: int, _: object) -> None:
@@ -56,13 +48,14 @@ def ticket_for(tensor: paddle.Tensor) -> Kept | None:
 
     The hooks get a new Python object for the same C++ tensor, so the memory is compared.
     """
-    found = _offers.get(tensor.data_ptr()) if _offers else None
-    output = found.output() if found is not None else None
-    if found is None or output is None or describe(output) != describe(tensor):
+    if not _offers or (found := _offers.get(tensor.data_ptr())) is None:
+        return None
+    output, maker = found[0](), found[1]
+    if output is None or describe(output) != describe(tensor):
         return None
     if not tensor.is_contiguous() or not output.is_contiguous():
         return None  # a transposed view has the same memory and may have the same shape
-    ticket: Kept | None = found.maker.ticket_for_output(output)
+    ticket: Kept | None = maker.ticket_for_output(output)
     return ticket
 
 

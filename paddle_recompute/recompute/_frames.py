@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -44,6 +43,7 @@ from paddle_recompute._paddle.layers import is_parameter
 from paddle_recompute._paddle.saved_tensors import (
     Look,
     Looks,
+    dtype_in,
     dtype_of,
     look_of,
     looks_of,
@@ -98,14 +98,6 @@ _new_ticket = object.__new__
 """``FrameTicket()`` would take as long as all that `Frame.pack` reads of a tensor."""
 
 
-@dataclass(slots=True)
-class _Part:
-    """One call of a frame; its inputs come from outside or from earlier parts."""
-
-    call: Call
-    inputs: Any
-
-
 class Frame:
     """One or more calls that are recomputed together.
 
@@ -114,7 +106,8 @@ class Frame:
     """
 
     def __init__(self, storage: InputStorage) -> None:
-        self.parts: list[_Part] = []
+        self.parts: list[tuple[Call, Any]] = []
+        """Its calls, each with its inputs, which come from outside or from earlier parts."""
         self._storage = storage
         # Of each tensor that operators saved: what it looked like, its checksum, and the ticket,
         # which the graph alone keeps.
@@ -157,7 +150,7 @@ class Frame:
         finally:
             self._is_recording = self._compares_values = False
             end_recording()
-        self.parts.append(_Part(call, inputs))
+        self.parts.append((call, inputs))
         if linked:
             for leaf, tensor in enumerate(_nested.tensors_in(outputs)):
                 link = Link(len(self.parts) - 1, leaf)
@@ -179,15 +172,11 @@ class Frame:
         link = self.link_to(tensor)
         if link is None:
             return None
-        ticket = self._ticket()
-        self._of_outputs.append((weakref.ref(ticket), link, look_of(tensor)))
+        ticket = self.pack(tensor)
+        # No operator of the frame saves it: it is found by its link, not by its number.
+        look: Any = tuple(one.pop() for one in self.looks)
+        self._of_outputs.append((self.tickets.pop(), link, look))
         self.num_awaited += 1
-        return ticket
-
-    def _ticket(self) -> FrameTicket:
-        ticket = _new_ticket(FrameTicket)
-        ticket.frame, ticket.failed, ticket.tensor, ticket.layout = self, "", None, None
-        ticket.is_spent = ticket.is_for_engine = False
         return ticket
 
     def _forget(self, num_saved: int, name: str) -> None:
@@ -203,7 +192,7 @@ class Frame:
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
         dtypes, strides, offsets, shapes = self.looks
-        ticket = _new_ticket(FrameTicket)  # `_ticket`, without a call
+        ticket = _new_ticket(FrameTicket)
         ticket.frame, ticket.failed, ticket.tensor, ticket.layout = self, "", None, None
         ticket.is_spent = ticket.is_for_engine = False
         dtypes.append(dtype_of(tensor))  # `look_of`, without a frame
@@ -267,15 +256,15 @@ class Frame:
     @property
     def name(self) -> str:
         """The name of the frame in errors."""
-        first, last = self.parts[0].call.name, self.parts[-1].call.name
+        first, last = self.parts[0][0].name, self.parts[-1][0].name
         return first if len(self.parts) == 1 else f"{first} to {last}"
 
     def _recompute(self) -> None:
         again = _Repetition(self)
         outputs: list[list[paddle.Tensor]] = []
         is_linked = bool(self._outputs)
-        for part in self.parts:
-            args, kwargs = fetch(part.inputs, outputs)
+        for call, inputs in self.parts:
+            args, kwargs = fetch(inputs, outputs)
             # Enable gradients first: inside an unpack hook they are disabled, and Paddle ignores
             # hooks that are registered then.
             had_gradients = set_gradients(True)
@@ -283,7 +272,7 @@ class Frame:
             # On a tensor from outside, the hook of the first forward is there already.
             hooks = begin_passing_hooks()
             try:
-                result = part.call.repeat(args, kwargs)
+                result = call.repeat(args, kwargs)
             finally:
                 end_passing_hooks(hooks)
                 end_recording()
@@ -311,15 +300,17 @@ class HooksAreTaken(Exception):
 class _Repetition:
     """The second run of a frame: keeps the saved tensors, and gives them to the frame's tickets."""
 
-    __slots__ = ("_difference", "_frame", "_is_careful", "_is_matched", "_kept", "_looks",
+    __slots__ = ("_difference", "_frame", "_is_careful", "_is_matched", "_kept", "_layouts",
                  "_tickets", "_versions")  # fmt: skip
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._looks = frame.looks
         self._tickets = [ticket() for ticket in frame.tickets]
-        self._kept: list[paddle.Tensor | None] = []
+        self._kept: list[Any] = []
+        """Tensors; None where there is no ticket any more."""
         self._versions: list[int] = []
+        self._layouts: dict[int, Look] = {}
+        """The looks of the first run where a tensor lies otherwise in its memory."""
         self._difference: str | None = None
         self._is_matched = True
         self._is_careful = bool(frame.checksums) or not all(self._tickets)
@@ -345,16 +336,19 @@ class _Repetition:
         elif checksums.get(count) not in (None, _checksum(tensor)):
             self._note(count, f"({describe(tensor)}) has other values than in the first one")
 
-    def _compare(self, count: int, tensor: paddle.Tensor) -> Look | None:
-        """Returns the look of the first run's tensor, if it lay in its memory in another way."""
-        was, look = _look(self._looks, count), look_of(tensor)
+    def _compare(self, count: int, tensor: paddle.Tensor) -> None:
+        """Note where a tensor differs from that of the first run, or lies otherwise in its memory:
+        a reloaded input or a copied buffer may do so.
+        """
+        was, look = _look(self._frame.looks, count), look_of(tensor)
         if was == look:
-            return None
+            return
+        self._layouts[count] = was
         if was[0] != look[0] or was[3] != look[3]:
             # Then it is not known which tensor is which, though others may be alike by chance.
             self._is_matched = False
-            self._note(count, f"was {dtype_name(was[0])}{[*was[3]]}, now it is {describe(tensor)}")
-        return was
+            then = f"{dtype_name(dtype_in(was))}{[*was[3]]}"
+            self._note(count, f"was {then}, now it is {describe(tensor)}")
 
     def _note(self, count: int, difference: str) -> None:
         """Note the first difference."""
@@ -370,21 +364,17 @@ class _Repetition:
                 tensor.
         """
         kept, num_saved = self._kept, len(self._tickets)
-        layouts: dict[int, Look | None] = {}
-        if self._is_careful or looks_of(kept) != self._looks:
-            for count, (tensor, version, _) in enumerate(
-                zip(kept, self._versions, self._tickets, strict=False)
-            ):
+        if not self._is_careful and looks_of(kept) != self._frame.looks:
+            for count in range(min(len(kept), num_saved)):
                 # What was changed in place since raises when it is asked for.
-                if tensor is not None and version_of(tensor) == version:
-                    # A reloaded input or a copied buffer may have another layout than the original.
-                    layouts[count] = self._compare(count, tensor)
+                if version_of(kept[count]) == self._versions[count]:
+                    self._compare(count, kept[count])
         if len(kept) != num_saved:
             self._difference = self._difference or (
                 f"{num_saved} tensors were saved for the backward, now {len(kept)}"
             )
         is_matched = self._is_matched and len(kept) >= num_saved
-        must_fail = self._frame.parts[0].call.check or not is_matched
+        must_fail = self._frame.parts[0][0].check or not is_matched
         if self._difference is not None and must_fail:
             raise RecomputeError(
                 f"The second forward of {self._frame.name} is not a repetition of the first: "
@@ -395,7 +385,7 @@ class _Repetition:
             if ticket is not None:
                 ticket.tensor, ticket.version, ticket.layout = tensor, version, None
                 given.append(ticket)
-        for count, layout in layouts.items():
+        for count, layout in self._layouts.items():
             if (ticket := self._tickets[count]) is not None:
                 ticket.layout = layout
         return given

@@ -163,10 +163,8 @@ class _Pair:
 
     def close(self) -> None:
         """Remove the pair at exit; otherwise the process would hang."""
-        with self._lock:
-            if self._is_set:
-                _hooks.__exit__(None, None, None)
-                self._is_set = False
+        self._num_recording = 0
+        self.make_room()
 
     def register_thread(self) -> None:
         """Note that the current thread runs operators."""

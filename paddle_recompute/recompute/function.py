@@ -93,11 +93,12 @@ def recompute(
 
         *Not detected*, unless shapes or dtypes differ (or values, with
         ``determinism_check="values"``): iterators and files that the function advances; Python
-        numbers, lists and dicts that it changes itself, such as counters, which change twice;
-        opaque arguments whose content is changed between the forwards; captured tensors that it
-        changes itself in place; attributes of classes; writes that bypass Paddle's Python API
-        (``get_tensor()``, DLPack, collectives, custom operators). Effects in Python, such as
-        logging, happen in both forwards; `is_recomputing` is true in the second.
+        numbers, lists and dicts that it changes itself, such as counters, which change twice (not
+        the numbers of a Layer with buffers); opaque arguments whose content is changed between the
+        forwards; captured tensors that it changes itself in place; attributes of classes; writes
+        that bypass Paddle's Python API (``get_tensor()``, DLPack, collectives, custom operators).
+        Effects in Python, such as logging, happen in both forwards; `is_recomputing` is true in the
+        second.
 
     Several threads may call it at the same time. Paddle has one random stream for all threads. If a
     function draws while another thread draws, the backward raises, as far as this can be detected.
@@ -218,23 +219,16 @@ def run_recomputed(
             _discarded.offer(outputs, (args, kwargs), frame)
         return outputs
     except HooksAreTaken:
-        return _call_plainly(call, args, kwargs)
+        # Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
+        _logger.warning(
+            "recompute(%s): other saved_tensors_hooks are in force; the function is called without "
+            "recompute",
+            call.name,
+        )
+        return function(*args, **kwargs)
     finally:
         set_translator(translator)
 
 
 never_translate(recompute)
 never_translate(run_recomputed)
-
-
-def _call_plainly(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the function under saved-tensor hooks of other code, which decide what is kept.
-
-    Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
-    """
-    _logger.warning(
-        "recompute(%s): other saved_tensors_hooks are in force; the function is called without "
-        "recompute",
-        call.name,
-    )
-    return call.function(*args, **kwargs)

@@ -138,13 +138,11 @@ class SelectiveLayer(WrappedLayer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Layer's own call, with a `Keeper` for what its operators save."""
-        if not is_dygraph():  # in a Program the pass decides what is kept
-            return super().__call__(*args, **kwargs)
-        if innermost() is not None or not paddle.is_grad_enabled():
+        # In a Program the pass decides what is kept.
+        is_recorded = is_dygraph() and innermost() is None and paddle.is_grad_enabled()
+        if not (is_recorded and begin_recording(Keeper())):
             return super().__call__(*args, **kwargs)
         watch_backward()
-        if not begin_recording(Keeper()):
-            return super().__call__(*args, **kwargs)
         translator = set_translator(None)
         try:
             return super().__call__(*args, **kwargs)

@@ -10,20 +10,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container
 
-import paddle
-
 from paddle_recompute._paddle.layers import LayerCallback, watch_layers
 
 
 def begin_reporting(
-    known: Container[int], called: LayerCallback, built: LayerCallback | None = None
+    known: Container[int], called: LayerCallback, built: LayerCallback = lambda layer: None
 ) -> None:
     """From now on, in this thread, ``called(layer)`` runs before each call of a Layer whose id is
     not `known`, and ``built(layer)`` after each Layer was constructed; until `end_reporting`.
     """
     watches = watch_layers()
     watches.called.append((known, called))
-    watches.built.append(built or _ignore)
+    watches.built.append(built)
 
 
 def end_reporting() -> None:
@@ -47,7 +45,3 @@ def on_every_call(called: LayerCallback) -> Callable[[], None]:
             everywhere.remove(called)
 
     return stop
-
-
-def _ignore(layer: paddle.nn.Layer) -> None:
-    """For callers that do not need to know which Layers are constructed."""

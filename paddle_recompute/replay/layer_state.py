@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import operator
 import weakref
@@ -20,6 +21,7 @@ import paddle
 
 from paddle_recompute._paddle.layers import (
     BATCH_NORMS,
+    BUFFERS,
     STATISTICS,
     is_initialized,
     kernel_reads_statistics,
@@ -27,7 +29,6 @@ from paddle_recompute._paddle.layers import (
     non_trained_state,
     own_parameters,
     set_own_parameters,
-    statistics_among_parameters,
 )
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
@@ -153,11 +154,42 @@ _COMPARED_AS_THEY_ARE = (
 
 @dataclass
 class _Holder:
-    """One dict of a Layer with such tensors, and its content; None: nothing to copy."""
+    """One dict of a Layer with such tensors, and its content; None: nothing to copy.
+
+    Attributes:
+        empty: What was there that had no memory: None, or a tensor that is not initialized.
+    """
 
     layer: paddle.nn.Layer
     tensors: dict[str, Any]
     before: dict[str, _Buffer | None]
+    empty: dict[str, Any]
+
+    def is_unchanged(self) -> bool:
+        """Whether there are the same names as before, and what was copied or empty is as it was."""
+        now = self.tensors
+        return (
+            now.keys() == self.before.keys()
+            and all(now[name] is one for name, one in self.empty.items())
+            and all(
+                buffer is None or buffer.is_unchanged(now[name])
+                for name, buffer in self.before.items()
+            )
+        )
+
+    def put_back(self) -> None:
+        """Let the dict be as before the first forward, with copies."""
+        now = self.tensors
+        for name, buffer in self.before.items():
+            if buffer is not None:
+                now[name] = buffer.as_it_was(f"{self.layer.full_name()}.{name}")
+            elif self.empty.get(name, now.get(name)) is not now.get(name):
+                now[name] = self.empty[name]
+            elif is_initialized(now.get(name)):
+                now[name] = _copy(now[name])
+        if now is self.layer.__dict__.get("_buffers"):
+            for name in set(now) - set(self.before):
+                del now[name]  # registered by the first forward, or since
 
 
 class LayerState:
@@ -210,21 +242,24 @@ class LayerState:
 
     def _add(self, layers: list[paddle.nn.Layer]) -> None:
         self.known.update(zip(map(id, layers), layers, strict=True))
-        trained: list[paddle.Tensor] = []
-        for layer in layers:
-            parameters, buffers = _tensors_of(layer.__dict__)
-            if STATISTICS[0] in parameters and isinstance(layer, BATCH_NORMS):
-                names = statistics_among_parameters(layer)
-                trained += [one for name, one in dict.items(parameters) if name not in names]
-                self._add_buffers(layer, is_norm=True)
-                continue
-            if parameters:
-                trained += dict.values(parameters)
-            if buffers:
-                self._add_buffers(layer, is_norm=False)
+        parameters = [*map(_parameters_of, map(vars, layers))]
+        statistics: dict[int, paddle.nn.Layer] = {}  # by id, those of BatchNorms
+        if STATISTICS[0] in {*_flat(parameters)}:
+            statistics = {
+                id(own[name]): layer
+                for layer, own in zip(layers, parameters, strict=True)
+                if STATISTICS[0] in own and isinstance(layer, BATCH_NORMS)
+                for name in STATISTICS
+            }
+        norms = {*map(id, statistics.values())}
+        for layer, buffers in zip(layers, map(_buffers_of, map(vars, layers)), strict=True):
+            if buffers or id(layer) in norms:
+                self._add_buffers(layer, is_norm=id(layer) in norms)
             else:
                 self._bare.append(buffers)
-        self._stamps.append(_writes.Stamps([one for one in trained if one is not None]))
+        values = _flat(map(dict.values, parameters))
+        trained = [one for one in values if one is not None and id(one) not in statistics]
+        self._stamps.append(_writes.Stamps(trained))
 
     def _add_buffers(self, layer: paddle.nn.Layer, *, is_norm: bool) -> None:
         is_read = not is_norm or self._with_statistics or kernel_reads_statistics(layer)
@@ -236,7 +271,8 @@ class LayerState:
                 else None
                 for name in names
             }
-            self._holders.append(_Holder(layer, tensors, before))
+            empty = {name: tensors[name] for name in names if not is_initialized(tensors[name])}
+            self._holders.append(_Holder(layer, tensors, before, empty))
 
     def after_forward(self) -> None:
         """Drop the copies that are not needed."""
@@ -249,13 +285,8 @@ class LayerState:
         """Whether parameters, and the buffers that were copied, are as before."""
         return (
             not any(self._bare)
-            and all(holder.tensors.keys() == holder.before.keys() for holder in self._holders)
             and not any(stamps.written() for stamps in self._stamps)
-            and all(
-                buffer is None or buffer.is_unchanged(holder.tensors.get(name))
-                for holder in self._holders
-                for name, buffer in holder.before.items()
-            )
+            and all(holder.is_unchanged() for holder in self._holders)
         )
 
     def put_back(self, undo: Undo) -> None:
@@ -270,7 +301,7 @@ class LayerState:
         self._empty_all_but(())
         for holder in self._holders:
             undo.append(functools.partial(fill_dict, holder.tensors, dict(holder.tensors)))
-            _put_back(holder)
+            holder.put_back()
         written = {id(tensor) for stamps in self._stamps for tensor in stamps.written()}
         if written:
             for layer in self.known.values():
@@ -284,21 +315,8 @@ class LayerState:
             buffers.update(content)
 
 
-_tensors_of = operator.itemgetter("_parameters", "_buffers")
-
-
-def _put_back(holder: _Holder) -> None:
-    """Restore the holder's dict of before the first forward, with copies."""
-    for name, buffer in holder.before.items():
-        now = holder.tensors.get(name)
-        if buffer is not None:
-            full_name = f"{holder.layer.full_name()}.{name}"
-            holder.tensors[name] = buffer.as_it_was(full_name)
-        elif is_initialized(now):
-            holder.tensors[name] = _copy(now)
-    if holder.tensors is holder.layer.__dict__.get("_buffers"):
-        for name in set(holder.tensors) - set(holder.before):
-            del holder.tensors[name]  # registered by the first forward, or since
+_flat = itertools.chain.from_iterable
+_parameters_of, _buffers_of = map(operator.itemgetter, ("_parameters", BUFFERS))
 
 
 # ------------------------------------------------------------------------- changed parameters

@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
@@ -143,11 +143,12 @@ class Kind:
         attributes: The attributes of the Layer that they may look up; None: any.
         others: The names of its other functions, Paddle's own excepted: others may call them.
         may_draw: Whether code that is not among `methods` may draw from NumPy's or Python's stream.
-        readers: Those that `reader` has made, by the keys of the ``__dict__``.
+        readers: Gives, for the keys of the ``__dict__`` of a Layer, what is looked at.
+        last: The keys that it was given last, and what it gave.
     """
 
     __slots__ = (
-        "_class", "attributes", "codes", "may_draw", "methods", "others", "readers",
+        "_class", "attributes", "codes", "last", "may_draw", "methods", "others", "readers",
     )  # fmt: skip
 
     def __init__(self, kind: type, forget: Callable[[object], object]) -> None:
@@ -175,47 +176,64 @@ class Kind:
         )
         self.attributes = None if is_dynamic else frozenset(done - attributes_of_every_layer())
         self.may_draw |= is_dynamic and bool(of_the_user)
-        self.may_draw |= any(_hides_code(one, done) for one in (*_bases(kind), *_OWNERS_IN_PADDLE))
+        self.may_draw |= any(_hides_code(one, done) for one in _bases(kind))
+        self.may_draw |= bool(foreign_in_paddle(frozenset(done)))
         self.codes = Codes(dict.fromkeys(_bases(kind), done))
-        _in_paddle.watch(done)
-        self.readers: dict[tuple[str, ...], Reader] = {}
+        self.readers = functools.lru_cache(maxsize=64)(
+            functools.partial(_reader_among, self.attributes)
+        )
+        self.last: tuple[list[str], Reader] = [], ((), nothing, frozenset())
         self._class = weakref.ref(kind, forget)
 
     def reader(self, entries: dict[str, Any]) -> Reader:
-        """For the ``__dict__`` of a Layer, whose keys are not in `readers`: what is looked at."""
-        if len(self.readers) >= _MOST_READERS:
-            self.readers.clear()
-        names: AbstractSet[str] = (
-            entries.keys() - attributes_of_every_layer()
-            if self.attributes is None
-            else self.attributes
-        )
-        known = self.readers[tuple(entries)] = reader_of(entries, names | {FLAG})
-        return known
+        """For the ``__dict__`` of a Layer, whose keys are not in `last`: what is looked at."""
+        self.last = [*entries], (reader := self.readers((*entries,)))
+        return reader
 
 
-_MOST_READERS = 64
-"""For Layers of one class with other attributes."""
+def _reader_among(attributes: frozenset[str] | None, keys: tuple[str, ...]) -> Reader:
+    """Look at `attributes`, None: at all, of a Layer whose ``__dict__`` has `keys`."""
+    names = frozenset(keys) - attributes_of_every_layer() if attributes is None else attributes
+    return reader_of(keys, names | {FLAG})
 
 
 class _InPaddle:
-    """The code of the functions of Paddle that the known classes name."""
+    """The code of the functions of Paddle that the known code names."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._codes = Codes({})
 
-    def watch(self, names: set[str]) -> None:
+    def watch(self, names: AbstractSet[str]) -> None:
         """From now on, `names` too."""
         if not names <= self._names:
             self._names |= names
-            self._codes = Codes(dict.fromkeys(_OWNERS_IN_PADDLE, self._names))
+            self._codes = Codes(dict.fromkeys(PADDLE, self._names))
 
     def check(self) -> None:
-        """Forget what is known of classes if somebody has replaced a function of Paddle."""
+        """Forget what is known if somebody has replaced a function of Paddle."""
         if not self._codes.are_current():
             _kinds.clear()
+            foreign_in_paddle.cache_clear()
             self._names, self._codes = set(), Codes({})
+
+
+@functools.lru_cache(maxsize=4096)
+def foreign_in_paddle(names: frozenset[str]) -> list[types.FunctionType]:
+    """The functions that Paddle has under `names` now and that are not its own, or may draw from
+    NumPy's stream or Python's; after `check_paddle`.
+    """
+    _in_paddle.watch(names)
+    values = [vars(owner)[name] for owner in PADDLE for name in names & vars(owner).keys()]
+    return [
+        one
+        for one in values
+        if type(one) is types.FunctionType  # `functools.wraps` copies ``__module__``, not globals
+        and not (
+            is_deterministic(one.__module__)
+            and ((place := one.__globals__.get("__name__")) in _WRAPPED_BY or is_library(place))
+        )
+    ]
 
 
 Reader = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], AbstractSet[str] | None]
@@ -223,7 +241,7 @@ Reader = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], AbstractSet[st
 values, and all names that are looked at. Of a container whose items are looked at, None."""
 
 
-def reader_of(entries: dict[str, Any], names: AbstractSet[str]) -> Reader:
+def reader_of(entries: Container[str], names: AbstractSet[str]) -> Reader:
     """Look at the entries `names`."""
     found = (*(name for name in names if name in entries),)
     if not found:
@@ -256,7 +274,8 @@ def _bases(kind: type) -> list[type]:
     return [base for base in kind.__mro__ if base is not paddle.nn.Layer and base is not object]
 
 
-_OWNERS_IN_PADDLE = (paddle, paddle.nn.functional, paddle.Tensor)
+PADDLE = (paddle, paddle.nn, paddle.nn.functional, paddle.Tensor)
+"""What has the functions of Paddle that code names."""
 
 
 def _codes_of(owner: Any, names: AbstractSet[str]) -> tuple[Callable[[Any], Any], Any]:
@@ -293,14 +312,6 @@ _CONSTANTS = (int, float, str, bytes, type(None))
 
 def _hides_code(base: Any, names: AbstractSet[str]) -> bool:
     """Whether calls reach code of the class that `methods` does not give."""
-    if base in _OWNERS_IN_PADDLE:
-        functions = map(vars(base).get, names & vars(base).keys())
-        return not all(  # `functools.wraps` copies ``__module__``, not the globals
-            is_deterministic(one.__module__)
-            and ((place := one.__globals__.get("__name__")) in _WRAPPED_BY or is_library(place))
-            for one in functions
-            if type(one) is types.FunctionType
-        )
     if is_library(base.__module__) or base.__module__.partition(".")[0] == OURS:
         return False
     return any(

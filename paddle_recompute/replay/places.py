@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import paddle
 
-from paddle_recompute._paddle.layers import MEMBER_DICTS, is_parameter
+from paddle_recompute._paddle.layers import BUFFERS, MEMBER_DICTS, is_parameter
 from paddle_recompute.replay.contents import Held, content_of, hold, is_same
 
 FLAG = "training"
@@ -57,11 +57,13 @@ class Entries:
         """See `Place`: numbers, and Layers and parameters that the forward has built, stay. So
         that it runs twice in one mode, flags do not.
 
-        Numbers beside a tensor that the forward rebinds are part of the same state (the length of a
-        cache, whether it is filled): they are put back with it.
+        Numbers beside a tensor that the forward rebinds, or beside the buffers of a Layer, are part
+        of the same state (the length of a cache, whether it is filled): they are put back with it.
         """
         before, now, changed = self._before, self._entries, self._changed()
-        is_cache = any(isinstance(now.get(name), paddle.Tensor) for name in changed)
+        is_cache = bool(now.get(BUFFERS)) or any(
+            isinstance(now.get(name), paddle.Tensor) for name in changed
+        )
         self._left = self._left | {
             name
             for name in changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,40 +32,41 @@ class RngState(NamedTuple):
     @classmethod
     def capture(cls) -> RngState:
         """The state now. Costs a few kilobytes and no device synchronization on CPU."""
-        return cls(
-            generators=generator_states(),
-            tracker=tracker_states(),
-            numpy=np.random.get_state(),
-            python=random.getstate(),
-        )
+        return cls(*(read() for read, _, _ in _STREAMS))
 
     def restore(self) -> None:
         """Set every stream to this state."""
-        if self.generators is not None:
-            set_generator_states(self.generators)
-        if self.tracker is not None:
-            hybrid_parallel_tracker().set_states_tracker(self.tracker)
-        if self.numpy is not None:
-            np.random.set_state(self.numpy)
-        if self.python is not None:
-            random.setstate(self.python)
+        for state, (_, write, _) in zip(self, _STREAMS, strict=True):
+            if state is not None:
+                write(state)
 
     def only_moved(self) -> RngState:
         """This state without the streams that are still at it."""
-        generators, tracker, numpy, python = self
-        if generators is not None and mark_of(generators) == mark_of(generator_states()):
-            generators = None
-        if tracker is not None and mark_of(tracker) == mark_of(tracker_states()):
-            tracker = None
-        if numpy is not None and _same_numpy_state(numpy, np.random.get_state()):
-            numpy = None
-        if python is not None and python == random.getstate():
-            python = None
-        return RngState(generators, tracker, numpy, python)
+        fields = zip(self, self.now(), _STREAMS, strict=True)
+        return RngState(
+            *(
+                None if then is None or mark(then) == mark(now) else then
+                for then, now, (_, _, mark) in fields
+            )
+        )
+
+    def now(self) -> RngState:
+        """The state now of the streams that this one has."""
+        fields = zip(self, _STREAMS, strict=True)
+        return RngState(*(None if state is None else read() for state, (read, _, _) in fields))
 
 
-def _same_numpy_state(one: Any, other: Any) -> bool:
-    return bool(one[2:] == other[2:] and np.array_equal(one[1], other[1]))
+_STREAMS: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    (lambda: generator_states(), set_generator_states, mark_of),
+    (tracker_states, lambda states: hybrid_parallel_tracker().set_states_tracker(states), mark_of),
+    (
+        lambda: np.random.get_state(),
+        lambda state: np.random.set_state(state),
+        lambda state: (state[1].tobytes(), state[2:]),
+    ),
+    (lambda: random.getstate(), lambda state: random.setstate(state), lambda state: state),
+)
+"""What reads the state of each stream, what sets it, and what is equal for equal states."""
 
 
 class Draws:
@@ -131,24 +133,18 @@ class Draws:
         then, now = self._marks = mark_of(generators), mark_of(generator_states())
         if self._may_seed:
             return
+        others: tuple[Any, Any, Any] = None, None, None
         if tracker or numpy or tracker_states():
-            self._start = RngState(*self._start).only_moved()
-            self.moves = any(self._start)
-        else:
-            self._start = (None if then == now else generators), None, None, None
-            self.moves = then != now
+            others = RngState(None, *self._start[1:]).only_moved()[1:]
+        self._start = None if then == now else generators, *others
+        self.moves = any(self._start)
 
     def begin_again(self) -> RngState:
         """Before the repetition; `end_again` must follow, with the result."""
         self.problem = None
-        generators, tracker, numpy, python = self._start
-        before = RngState(
-            generators and generator_states(),
-            None if tracker is None else tracker_states(),
-            numpy and np.random.get_state(),
-            python and random.getstate(),
-        )
-        RngState(*self._start).restore()
+        start = RngState(*self._start)
+        before = start.now()
+        start.restore()
         self._begin()
         return before
 

@@ -17,7 +17,8 @@ barriers, loggers) are skipped.
 **What the forward itself changes.** A number that it rebinds and a list or dict of data that it
 changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other object that
 it rebinds is put back, with the numbers beside it, and so is a list or dict of such objects. So a
-cache that it filled (keys and values of attention) is filled again.
+cache that it filled (keys and values of attention) is filled again. Numbers of a Layer with buffers
+are put back with these: a flag tells that they are filled.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.contents import hold
 from paddle_recompute.replay.names import (
     OURS,
+    PADDLE,
     UNNAMED,
     Kind,
     Reader,
     check_paddle,
+    foreign_in_paddle,
     is_deterministic,
     is_library,
     is_of_python,
@@ -76,7 +79,6 @@ _TO_STATISTICS = frozenset({*STATISTICS, "eval", "train", "training"})
 mode within one forward.
 """
 _WITHOUT_STREAMS = {"builtins", "math", "operator", "_operator", "functools"}
-_PADDLE = (paddle, paddle.nn, paddle.nn.functional, paddle.Tensor)
 _hook_dicts = operator.itemgetter("_forward_pre_hooks", "_forward_post_hooks")
 _ITEMS: tuple[Reader, Reader] = (
     ((), lambda value: (*items_of(value),), None),
@@ -123,7 +125,6 @@ class Reach:
     def __init__(self, function: Any, arguments: Any) -> None:
         search = _Search.of(function, arguments)
         self.snapshot = search.snapshot
-        self.snapshot.capture()
         self.may_draw, self.may_seed = search.may_draw, search.may_seed
         self.reads_statistics = search.is_dynamic or not search.names.isdisjoint(_TO_STATISTICS)
         self._tensors = search.tensors
@@ -270,7 +271,7 @@ class _Search:
         elif isinstance(value, types.ModuleType):
             if not is_library(value.__name__) and not is_of_python(value.__name__):
                 self._objects.append((value, set()))
-            self.may_draw |= value not in _PADDLE and not is_deterministic(value.__name__)
+            self.may_draw |= value not in PADDLE and not is_deterministic(value.__name__)
         elif isinstance(value, _RECORDS) or _is_users(value):
             self._objects.append((value, set()))
         else:
@@ -350,33 +351,30 @@ class _Search:
             self.is_dynamic |= names.is_dynamic
             self.may_draw |= names.may_draw or names.is_dynamic
             self._visit_globals(function.__globals__, names.globals)
-            for owner in _PADDLE:  # whose functions somebody may have replaced
-                for name in names.attributes & vars(owner).keys():
-                    if type(value := vars(owner)[name]) is types.FunctionType:
-                        self._visit(value, name)
+            for value in foreign_in_paddle(names.attributes):
+                self._visit(value, value.__name__)
 
     def _visit_layer(self, root: paddle.nn.Layer) -> None:
         outer, layers = self._owner, layers_below(root)
         if self.snapshot.layers:  # some may have been there
             layers = [one for one in layers if one is root or id(one) not in self._seen]
-        self.snapshot.layers += layers
         self._seen.update(zip(map(id, layers), layers, strict=True))
         of_class = dict(zip(map(type, layers), layers, strict=True))
         for layer_class in of_class.keys() & self._kinds.keys():
             del of_class[layer_class]
         self._kinds.update(zip(of_class, map(kind_of, of_class), strict=True))
-        dicts, readers, before = [one.__dict__ for one in layers], [], []
-        for layer_class, entries in zip(map(type, layers), dicts, strict=True):
+        dicts, readers, before = self.snapshot.add_layers(layers), [], []
+        others = []
+        for place, (layer_class, entries) in enumerate(zip(map(type, layers), dicts, strict=True)):
             kind = self._kinds[layer_class]
-            reader = kind.readers.get((*entries,)) or kind.reader(entries)
+            keys, reader = kind.last
+            if keys != [*entries]:
+                reader = kind.reader(entries)
+            values = reader[1](entries)
             readers.append(reader)
-            before.append(reader[1](entries))
-        others = {
-            place
-            for place, values in enumerate(before)
-            for value in values
-            if type(value) not in _LEAVES
-        }
+            before.append(values)
+            if not _LEAVES.issuperset(map(type, values)):
+                others.append(place)
         for place in others:
             self._owner = self._holder = layers[place]
             if self._visit_values(readers[place], before[place]):
@@ -384,7 +382,7 @@ class _Search:
                 readers[place], before[place] = _NOTHING, ()
         self._holder = None
         self.snapshot.add_all(dicts, readers, before)
-        if any(map(any, map(_hook_dicts, dicts))):
+        if self.snapshot.has_hooks():
             for self._owner in layers:
                 for hooks in _hook_dicts(self._owner.__dict__):
                     for hook in hooks.values():
@@ -471,9 +469,7 @@ class _Search:
 def _is_users(value: Any) -> bool:
     module = type(value).__module__
     if module.partition(".")[0] == OURS:
-        return (
-            False  # it notes what happens, in both forwards: the planner's recorder, for instance
-        )
+        return False  # it notes what happens in both forwards, as the planner's recorder does
     return not (isinstance(value, type) or is_library(module) or is_of_python(module))
 
 

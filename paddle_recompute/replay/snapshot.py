@@ -30,7 +30,7 @@ class Snapshot:
     """Attributes, globals and lists, and the sublayers, parameters and hooks of Layers.
 
     Attributes:
-        layers: The Layers; `capture` notes their members.
+        layers: The Layers.
         places: What cannot be compared by identity, and what the first forward changed.
     """
 
@@ -42,6 +42,12 @@ class Snapshot:
     def __init__(self) -> None:
         self.layers: list[paddle.nn.Layer] = []
         self.places: list[Place] = []
+        self._layer_dicts: list[dict[str, Any]] = []
+        # Of the `MEMBER_DICTS` of each Layer: their lengths, and all that they hold.
+        self._members: list[int] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
+        self._exchanges_members = False
         # Of each dict or list: what is read of it, what it held, and its length; all that is held.
         self._containers: list[Any] = []
         self._readers: list[Reader] = []
@@ -70,19 +76,27 @@ class Snapshot:
             reader = reader_of(entries, {FLAG})
             self.add(entries, reader, reader[1](entries))
 
-    def capture(self) -> None:
-        """Note the members of the Layers."""
-        self._layer_dicts = [*map(vars, self.layers)]
-        self._exchanges_members = False
-        self._capture_members()
+    def add_layers(self, layers: list[paddle.nn.Layer]) -> list[dict[str, Any]]:
+        """Watch the sublayers, parameters and hooks of `layers`; returns their attributes."""
+        dicts = [layer.__dict__ for layer in layers]
+        self.layers += layers
+        self._layer_dicts += dicts
+        self._note_members(dicts)
+        return dicts
+
+    def has_hooks(self) -> bool:
+        """Whether a Layer has any, as `MEMBER_DICTS` has them at the end."""
+        return any(self._members[2::4]) or any(self._members[3::4])
 
     def _member_dicts(self) -> list[dict[Any, Any]]:
         return [*_flat(map(_members_of, self._layer_dicts))]
 
-    def _capture_members(self) -> None:
-        members = self._member_dicts()
-        self._members, full = [*map(len, members)], [*filter(None, members)]
-        self._keys, self._values = [*_flat(full)], [*_flat(map(_values_of, full))]
+    def _note_members(self, layer_dicts: list[dict[str, Any]]) -> None:
+        members = [*_flat(map(_members_of, layer_dicts))]
+        full = [*filter(None, members)]
+        self._members += map(len, members)
+        self._keys += _flat(full)
+        self._values += _flat(map(_values_of, full))
 
     def _has_same_members(self) -> bool:
         members = self._member_dicts()
@@ -157,7 +171,8 @@ class Snapshot:
         """
         self._exchanges_members = True
         before = self._members_before()
-        self._capture_members()
+        self._members, self._keys, self._values = [], [], []
+        self._note_members(self._layer_dicts)
         accepted = [
             {**old, **now, **{name: value for name, value in old.items() if value is not None}}
             for old, now in zip(before, self._members_before(), strict=True)

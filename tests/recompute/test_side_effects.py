@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import recompute
+from paddle_recompute import ContrastiveLoss, GradCache, recompute
 from paddle_recompute.errors import RecomputeError
-from tests.recompute.contract import Run, Seen, case, leaf, loss_of, step, upstream
+from tests.recompute.contract import (
+    Run,
+    Seen,
+    Using,
+    array,
+    case,
+    clean_streams,
+    leaf,
+    loss_of,
+    step,
+    upstream,
+)
 
 
 def two_calls(run: Run, block: Any, first: paddle.Tensor, *, again: paddle.Tensor) -> Seen:
@@ -286,6 +298,98 @@ def test_lazy_buffer(run: Run) -> Seen:
             return (self.linear(x) * self.seen.clone()).tanh()
 
     return two_calls(run, Lazy(), leaf(3, 4), again=leaf(3, 4))
+
+
+class Filling(paddle.nn.Layer):
+    """Its first forward fills a state that was empty, and computes otherwise than the later ones.
+
+    Args:
+        kept: How it keeps the state.
+        later: What a later forward does with the state.
+        has_flag: Whether a flag tells that it is filled.
+    """
+
+    state: Any
+
+    def __init__(self, kept: str, later: str, has_flag: bool) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(4, 4)
+        if kept == "as an attribute":
+            self.state = None
+        elif kept != "nowhere":
+            value = paddle.zeros([4]) if kept == "in zeros" else None
+            self.register_buffer("state", value, persistable=kept != "as a passing buffer")
+        self._later, self._has_flag, self.is_filled = later, has_flag, False
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        new = x.detach().mean(0).tanh()
+        is_filled = self.is_filled if self._has_flag else getattr(self, "state", None) is not None
+        if not is_filled:
+            self.state = new
+            if self._has_flag:
+                self.is_filled = True
+            return (self.linear(x) * 2 + self.state.clone()).tanh()
+        if self._later == "empties it":
+            state, self.state = self.state, None
+            if self._has_flag:
+                self.is_filled = False
+            return (self.linear(x) * state).tanh()
+        if self._later == "adds in place":
+            self.state.add_(new)
+        elif self._later == "sets its value":
+            self.state.set_value(self.state * 0.5 + new)
+        else:
+            self.state = self.state * 0.5 + new
+        return (self.linear(x) * 3 + self.state.clone()).tanh()
+
+
+LATER = ["exchanges it", "adds in place", "sets its value", "empties it"]
+
+
+@case(
+    "a state that the first forward fills, kept {kept}; a later forward {later}"
+    ", with a flag: {has_flag}, {where}",
+    kept=["as a buffer", "as a passing buffer", "as an attribute", "nowhere", "in zeros"],
+    later=LATER,
+    has_flag=[False, True],
+    where=["in a block", "in a block of blocks", "recomputed inside"],
+    num_listed=0,
+)
+def test_filled_state(run: Run, kept: str, later: str, has_flag: bool, where: str) -> Seen:
+    filling = Filling(kept, later, has_flag)
+    block: paddle.nn.Layer = filling
+    if where == "in a block of blocks":
+        block = paddle.nn.Sequential(paddle.nn.Linear(4, 4), filling, paddle.nn.BatchNorm1D(4))
+    elif where == "recomputed inside":
+        block = Using(filling, run)
+    x, again = leaf(3, 4), leaf(3, 4)
+    outputs = [run(block, upstream(one)) for one in (x, again, x)]
+    sum(number * one.square().sum() for number, one in enumerate(outputs, start=1)).backward()
+    return {"layer": block, "x": x, "again": again, "flag": filling.is_filled}
+
+
+@pytest.mark.parametrize("kept", ["as a buffer", "as an attribute", "in zeros"])
+@pytest.mark.parametrize("later", LATER)
+@pytest.mark.parametrize("has_flag", [False, True])
+def test_filled_state_in_a_gradient_cache(kept: str, later: str, has_flag: bool) -> None:
+    found = []
+    for is_cached in (False, True):
+        with clean_streams():
+            block, loss = Filling(kept, later, has_flag), ContrastiveLoss(0.1)
+            sides = [leaf(6, 4, stop_gradient=True) for _ in range(2)]
+            if is_cached:
+                value = GradCache(block, loss, chunk_size=2).backward(*sides)
+            else:
+                chunks = [[side[i : i + 2] for i in (0, 2, 4)] for side in sides]
+                value = loss(*(paddle.concat([*map(block, side)]) for side in chunks))
+                value.backward()
+        state = None if block.state is None else array(block.state).tobytes()
+        grads = [array(one.grad) for one in block.parameters()]
+        found.append((value.item(), state, block.is_filled, grads))
+    (*plain, plain_grads), (*ours, grads) = found
+    assert ours == plain
+    for one, other in zip(grads, plain_grads, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 @case("buffers of a block of blocks")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paddle_recompute._paddle.memory import format_bytes
+
 
 @dataclass(frozen=True)
 class SegmentInfo:
@@ -57,18 +59,12 @@ class SegmentReport:
         return "\n".join(lines)
 
 
-def mebibytes(num_bytes: int) -> str:
-    """``31 MiB``; below ten, with one decimal."""
-    value = num_bytes / 2**20
-    return f"{value:.0f} MiB" if value >= 10 else f"{value:.1f} MiB"
-
-
 def _sentence(segment: SegmentInfo) -> str:
     text = f"{segment.num_ops} operators"
     if segment.num_recomputed is not None:
         text += f", {segment.num_recomputed} run again"
     if segment.kept_bytes is not None:
-        text += f", {mebibytes(segment.kept_bytes)} kept"
+        text += f", {format_bytes(segment.kept_bytes)} kept"
     one = segment.crossing == 1
     crosses = f"{segment.crossing} {'variable crosses' if one else 'variables cross'} its end"
-    return f"{text}; {crosses}, {mebibytes(segment.crossing_bytes)}"
+    return f"{text}; {crosses}, {format_bytes(segment.crossing_bytes)}"

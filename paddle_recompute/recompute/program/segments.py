@@ -14,10 +14,10 @@ import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute._paddle.static.attributes import GIVES_UP, SEGMENT
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program.graph import Graph
-from paddle_recompute.recompute.program.report import mebibytes
 
 _AND = " and "  # between the names of checkpoints that one operator returns
 _logger = logging.getLogger("paddle_recompute")
@@ -136,8 +136,8 @@ def warn_of_crossings(segments: Iterable[ProgramSegment], graph: Graph) -> None:
                 "alone determines everything after it",
                 segment.name,
                 len(crossing),
-                mebibytes(size),
-                mebibytes(own),
+                format_bytes(size),
+                format_bytes(own),
                 ", ".join(map(graph.described, largest)),
             )
 
