@@ -8,7 +8,6 @@ import threading
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
