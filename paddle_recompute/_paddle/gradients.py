@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,14 +99,12 @@ def leaves_with_hooks() -> list[paddle.Tensor]:
 
 
 @contextlib.contextmanager
-def muted_leaf_hooks(
-    tensors: list[paddle.Tensor], instead: Callable[[Any], Any] = lambda gradient: None
-) -> Iterator[None]:
-    """Inside, in this thread, `instead` runs for each hook of `tensors`; by default gradients are
-    added up as they are.
+def muted_leaf_hooks(instead: Mapping[int, Callable[[Any], None]]) -> Iterator[None]:
+    """Inside, in this thread, the function of a leaf, by its id, gets the gradient in place of each
+    of its hooks. The gradient is added up as it is.
     """
     before: dict[int, Callable[[Any], Any]] = getattr(_muted, "instead", {})
-    _muted.instead = before | {id(tensor): instead for tensor in tensors}
+    _muted.instead = {**before, **instead}
     try:
         yield
     finally:

@@ -62,7 +62,6 @@ class ChunkedEncoder:
         self._batch = batch
         self._chunks = chunks
         self._order = order_of(chunks)
-        self._ends = [0, *itertools.accumulate(len(chunk.rows) for chunk in chunks)]
         self.name = name
         self._what = f"the encoder of {name}"
         self._keeps_graph = keeps_graph
@@ -74,16 +73,15 @@ class ChunkedEncoder:
         self._cut: dict[int, tuple[int, ...]] = {}  # by head: the axes that are a chunk's length
         self.is_trained = False
         """After `encode`: whether an output needs a gradient."""
-        self._is_reached = False  # by the backward of the loss
-        # By head (place among the outputs), with the rows in the order of the chunks.
-        self._gradients: dict[int, paddle.Tensor] = {}
+        # By head (place among the outputs): of each chunk.
+        self._gradients: dict[int, list[paddle.Tensor]] = {}
         self._repetition: Repetition
 
-    def encode(self, when_reached: Callable[[], None], before: ChunkedEncoder | None = None) -> Any:
+    def encode(self, reached: list[ChunkedEncoder], before: ChunkedEncoder | None = None) -> Any:
         """The first forward of every chunk.
 
         Args:
-            when_reached: Called when the backward of the loss reaches an output, once for each
+            reached: Gets this object when the backward of the loss reaches an output, once for each
                 output that needs a gradient.
             before: What was encoded right before, if anything was.
 
@@ -104,28 +102,30 @@ class ChunkedEncoder:
         parts: list[list[paddle.Tensor]] = []
         trained: set[int] = set()
         undecided = had_gradients
-        for number in range(self.num_chunks):
-            # With a graph until each output was found to depend on a trained parameter: usually one
-            # chunk, more for an encoder with a frozen or detached path. The parameters of a Layer
-            # alone do not tell, because it may reach others.
-            set_gradients(had_gradients and (undecided or self._keeps_graph))
-            try:
+        try:
+            for number in range(self.num_chunks):
+                # With a graph until each output was found to depend on a trained parameter: usually
+                # one chunk, more for an encoder with a frozen or detached path. The parameters of a
+                # Layer alone do not tell, because it may reach others.
+                set_gradients(undecided or (had_gradients and self._keeps_graph))
                 output = self._first(number, last) if is_repeated else self._plain(number)
-            finally:
-                set_gradients(had_gradients)
-            leaves = self._leaves(output, number)
-            if number == 0:
-                structure = map_leaves(lambda leaf: _TENSOR if is_tensor(leaf) else leaf, output)
-            if undecided:
-                floating = [i for i, leaf in enumerate(leaves) if leaf.dtype in _FLOATING]
-                trained.update(i for i in floating if not leaves[i].stop_gradient)
-                undecided = len(trained) < len(floating)
-            del output
-            # Copies: the output may be a view, hidden[:, 0], of something large.
-            parts.append([leaf.detach().clone() for leaf in leaves])
-            if self._keeps_graph:
-                self._outputs = leaves
-            del leaves
+                leaves = self._leaves(output, number)
+                if number == 0:
+                    structure = map_leaves(
+                        lambda leaf: _TENSOR if is_tensor(leaf) else leaf, output
+                    )
+                if undecided:
+                    floating = [i for i, leaf in enumerate(leaves) if leaf.dtype in _FLOATING]
+                    trained.update(i for i in floating if not leaves[i].stop_gradient)
+                    undecided = len(trained) < len(floating)
+                del output
+                # Copies: the output may be a view, hidden[:, 0], of something large.
+                parts.append([leaf.detach().clone() for leaf in leaves])
+                if self._keeps_graph:
+                    self._outputs = leaves
+                del leaves
+        finally:
+            set_gradients(had_gradients)
         for path, tensor, before_all in inputs:
             if is_written_since(tensor, before_all):
                 raise RecomputeError(
@@ -140,7 +140,7 @@ class ChunkedEncoder:
             firsts = {place: heads[place] for place in sorted(trained)}
             heads = [in_batch_order(whole, self._order) for whole in heads]
             for place in firsts:
-                receive = functools.partial(self._receive, place, when_reached)
+                receive = functools.partial(self._receive, place, reached)
                 heads[place] = _source(heads[place], receive)
         if trained:
             self._repetition = Repetition(self.name, firsts, self._cut)
@@ -184,16 +184,11 @@ class ChunkedEncoder:
         elif is_equal is not None:  # no gradient is left that could be made NaN
             check_repetition({self.name: is_equal})
 
-    @property
-    def replays(self) -> range:
-        """The chunks that need a second forward; none for a frozen encoder."""
-        return range(self.num_chunks if self._is_reached else 0)
-
     def is_repeated(self) -> paddle.Tensor | None:
         """Whether the second forwards returned what the first ones did: one bool, not read; None if
         there were none.
         """
-        return self._repetition.answer() if self._is_reached else None
+        return self._repetition.answer()
 
     def _first(self, number: int, last: Call | None) -> Any:
         """The first forward of a chunk, recorded; `last`: the call right before the first chunk."""
@@ -216,8 +211,8 @@ class ChunkedEncoder:
 
     def _gradient_of(self, place: int, number: int) -> paddle.Tensor:
         """The gradient of the loss by an output of a chunk."""
-        rows = self._gradients[place][self._ends[number] : self._ends[number + 1]]
-        return cut_to(rows, self._cut[place], self._chunks[number].columns)
+        part = self._gradients[place][number]
+        return cut_to(part, self._cut[place], self._chunks[number].columns)
 
     def _note(self, outputs: list[paddle.Tensor], number: int) -> paddle.Tensor | None:
         """Note a second forward; returns, for the last chunk, whether all were repetitions."""
@@ -283,14 +278,13 @@ class ChunkedEncoder:
                 )
         return heads
 
-    def _receive(
-        self, place: int, when_reached: Callable[[], None], gradient: paddle.Tensor
-    ) -> None:
-        if self._order is not None:
-            with amp_off():
+    def _receive(self, place: int, reached: list[ChunkedEncoder], gradient: paddle.Tensor) -> None:
+        with amp_off():
+            if self._order is not None:
                 gradient = rows_of(gradient, self._order)
-        self._gradients[place], self._is_reached = gradient, True
-        when_reached()
+            sizes = [len(chunk.rows) for chunk in self._chunks]
+            self._gradients[place] = paddle.split(gradient, sizes) if sizes[1:] else [gradient]
+        reached.append(self)
 
 
 def _source(embedding: paddle.Tensor, receive: Callable[[paddle.Tensor], None]) -> paddle.Tensor:

@@ -6,7 +6,6 @@ no, the gradient is made NaN at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -95,7 +94,7 @@ class Repetition:
                 "same thing twice"
             )
         self._seconds.setdefault(place, []).append(kept)
-        self._num_bytes += math.prod(kept.shape) * kept.element_size()
+        self._num_bytes += kept.size * kept.element_size()
 
     def compare_if_due(self) -> None:
         """To be called before the activations of a chunk are there, which need the memory."""

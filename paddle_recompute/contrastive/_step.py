@@ -1,14 +1,16 @@
 """Hooks on parameters and changes of parameters wait for the end of a step of `GradCache`.
 
 A plain step has one backward, which runs the hooks of a parameter once, on the sum of its
-gradients. A step of `GradCache` has one backward per chunk. So during the step the hooks of all
-leaves are muted and their ``.grad`` is set aside. At the end one more backward, of these leaves
-alone, receives the sums and runs the hooks as in a plain step.
+gradients. A step of `GradCache` has one backward per chunk. So during the step the hooks of leaves
+are muted in its thread. The first time that the step reaches a leaf, the muted hook sets its
+``.grad`` aside. At the end one more backward, of these leaves alone, receives the sums and runs the
+hooks as in a plain step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -32,23 +34,34 @@ def one_step() -> Iterator[Callable[[], None]]:
 
     The call passes each leaf with hooks the sum of its gradients, which adds it to ``.grad``.
     """
-    leaves = leaves_with_hooks()  # of any model
-    before = [(leaf, _take_gradient(leaf)) for leaf in leaves if not is_guarded(leaf)]
+    taken: dict[int, tuple[paddle.Tensor, paddle.Tensor | None]] = {}
+
+    def set_aside(leaf: paddle.Tensor, gradient: paddle.Tensor) -> None:
+        if id(leaf) not in taken:
+            taken[id(leaf)] = leaf, _take_gradient(leaf)
+
+    # Of any model, also of another thread's: nothing is done to a leaf before a backward of this
+    # step reaches it.
+    instead = {
+        id(leaf): functools.partial(_refuse if is_guarded(leaf) else set_aside, leaf)
+        for leaf in leaves_with_hooks()
+    }
     muted = contextlib.ExitStack()
-    muted.enter_context(muted_leaf_hooks([leaf for leaf, _ in before]))
-    muted.enter_context(muted_leaf_hooks([leaf for leaf in leaves if is_guarded(leaf)], _refuse))
+    muted.enter_context(muted_leaf_hooks(instead))
     at_end: AtEnd = {}
     _running.steps = [*_steps(), at_end]
 
     def put_back() -> list[tuple[paddle.Tensor, paddle.Tensor]]:
         """End the muting; returns the leaves that got a gradient, and their sums."""
         muted.close()
-        totals = [_take_gradient(leaf) for leaf, _ in before]
-        sums = [(leaf, t) for (leaf, _), t in zip(before, totals, strict=True) if t is not None]
-        for leaf, gradient in before:
-            if gradient is not None:
-                leaf.grad = gradient
-        before.clear()
+        sums = []
+        for leaf, before in taken.values():
+            total = _take_gradient(leaf)
+            if total is not None:
+                sums.append((leaf, total))
+            if before is not None:
+                leaf.grad = before
+        taken.clear()
         return sums
 
     def run_hooks() -> None:
@@ -66,7 +79,7 @@ def one_step() -> Iterator[Callable[[], None]]:
             call()
 
 
-def _refuse(gradient: paddle.Tensor) -> None:
+def _refuse(leaf: paddle.Tensor, gradient: paddle.Tensor) -> None:
     raise OffloadError(
         "a hook on an offloaded parameter would get the gradient of each chunk, not their sum; "
         "remove the hook, or train this encoder without GradCache or without offload"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -263,7 +262,7 @@ class GradCache:
         Call ``eval()`` of the encoders before. Arguments and errors are those of `backward`.
         """
         encoders = self._chunked_encoders((query, positive, *negatives))
-        embeddings = [encoder.encode(_not_reached) for encoder in encoders]
+        embeddings = [encoder.encode([]) for encoder in encoders]
         return self.loss(*embeddings, **(loss_arguments or {}))
 
     def check_repetition(self) -> None:
@@ -344,12 +343,10 @@ class GradCache:
             The loss, and the encoders in the order in which the backward reached them: the order in
             which a plain step would continue into them and sum their shared gradients.
         """
-        reached: list[int] = []
+        reached: list[ChunkedEncoder] = []
         embeddings = [
-            encoder.encode(functools.partial(reached.append, place), before)
-            for place, (encoder, before) in enumerate(
-                zip(encoders, [None, *encoders], strict=False)
-            )
+            encoder.encode(reached, before)
+            for encoder, before in zip(encoders, [None, *encoders], strict=False)
         ]
         loss = self.loss(*embeddings, **loss_arguments)
         del embeddings
@@ -375,8 +372,7 @@ class GradCache:
                 # In float32: a scaled float16 loss could overflow.
                 scaled = (loss.astype("float32") if half else loss) * loss_scale
             scaled.backward()
-        in_order = [encoders[place] for place in dict.fromkeys(reversed(reached))]
-        return loss.detach(), in_order[::-1]
+        return loss.detach(), list(dict.fromkeys(reversed(reached)))[::-1]
 
     @contextlib.contextmanager
     def _synchronizing(self, sync: GradientSync | None, now: bool) -> Iterator[None]:
@@ -399,16 +395,12 @@ def _schedule(encoders: list[ChunkedEncoder]) -> tuple[Replays, Replays]:
     The last chunk of every encoder is in the second part, so each trained parameter gets its last
     gradient there, equally often in every step, whatever the number of chunks.
     """
-    tasks = [(chunked, chunk) for chunked in encoders for chunk in chunked.replays]
+    tasks = [(chunked, chunk) for chunked in encoders for chunk in range(chunked.num_chunks)]
     final: Replays = []
     for chunked, chunk in reversed(tasks):
         if all(chunked.encoder != other.encoder for other, _ in final):
             final.insert(0, (chunked, chunk))
     return [task for task in tasks if task not in final], final
-
-
-def _not_reached() -> None:
-    """No backward reaches what was encoded without a graph."""
 
 
 def _parameters_of(function: Any) -> list[paddle.Tensor]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import threading
 from typing import Any, ClassVar
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
@@ -17,6 +20,7 @@ from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import is_recomputing
 from tests.contrastive.encoders import (
     BATCH,
+    CHUNKS,
     SIZE,
     WIDTH,
     Encoder,
@@ -311,6 +315,105 @@ def test_hooks_can_be_removed_and_come_back_after_an_error() -> None:
     assert handle.remove()
     GradCache(encoder, criterion, chunk_size=SIZE).backward(query, positive)
     assert hook.calls == 2
+
+
+class Turns:
+    """Two threads that take turns: one runs, from one `hand_over` to the next."""
+
+    def __init__(self) -> None:
+        self._turns = [threading.Semaphore(1), threading.Semaphore(0)]
+
+    def hand_over(self, place: int) -> None:
+        self._turns[1 - place].release()
+        self.wait(place)
+
+    def wait(self, place: int) -> None:
+        assert self._turns[place].acquire(timeout=60)
+
+    def end(self, place: int) -> None:
+        for _ in range(1000):
+            self._turns[1 - place].release()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "the second fails"])
+@pytest.mark.parametrize("alone", [0, 3, 9], ids="the first is {} calls ahead".format)
+def test_hooks_of_another_thread_s_step_are_its_own(alone: int, fails: bool) -> None:
+    """Two threads, each with an encoder and hooks of its own, change over at each chunk."""
+    encoders, turns, found = [make(1, dropout=0.0) for _ in range(2)], Turns(), {}
+    hooks = [[Counting() for _ in encoder.parameters()] for encoder in encoders]
+    for encoder, own in zip(encoders, hooks, strict=True):
+        for parameter, hook in zip(encoder.parameters(), own, strict=True):
+            parameter.register_hook(hook)
+
+    def run(place: int) -> None:
+        encoder, calls = encoders[place], itertools.count()
+
+        def in_turn(ids: paddle.Tensor) -> paddle.Tensor:
+            call = next(calls)
+            if place == 1 or call >= alone:
+                turns.hand_over(place)
+            if fails and place == 1 and call == 3 * CHUNKS:
+                raise RecomputeError("stop")
+            return encoder(ids)
+
+        turns.wait(place)
+        try:
+            GradCache(in_turn, criterion, chunk_size=SIZE).backward(texts(1), texts(2))
+        except RecomputeError:
+            found["failed"] = place
+        finally:
+            turns.end(place)
+
+    for encoder in encoders:
+        step(True, encoder)
+    expected = [gradients(encoder) for encoder in encoders]
+    earlier = [encoder.words.weight.sum() * (2.0 + place) for place, encoder in enumerate(encoders)]
+    for value in earlier:
+        value.backward()
+    before = [encoder.words.weight.grad.numpy().copy() for encoder in encoders]
+    for hook in itertools.chain(*hooks):
+        hook.calls = 0
+    threads = [threading.Thread(target=run, args=(place,)) for place in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ({"failed": 1} if fails else {})
+    for place, encoder in enumerate(encoders):
+        is_whole = not (fails and place)
+        assert {hook.calls for hook in hooks[place]} == {int(is_whole)}
+        words, *others = gradients(encoder)
+        if is_whole:
+            assert np.array_equal(words, before[place] + expected[place][0])
+            assert same_bits(others, expected[place][1:])
+        else:
+            assert np.array_equal(words, before[place])
+            assert others == [None] * len(others)
+
+
+def test_a_step_in_a_step_adds_to_the_sum() -> None:
+    """The hook runs once, on the sum of both steps, and not on what ``.grad`` held."""
+    encoder = make(1, dropout=0.0)
+    inner = GradCache(encoder, criterion, chunk_size=SIZE)
+
+    def loss(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
+        inner.backward(texts(3), texts(4))
+        return criterion(query, positive)
+
+    def plain(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
+        one_shot(encoder, criterion, texts(3), texts(4), chunk_size=SIZE)
+        return criterion(query, positive)
+
+    one_shot(encoder, plain, texts(1), texts(2), chunk_size=SIZE)
+    sums = gradients(encoder)
+    hooks = [Counting() for _ in encoder.parameters()]
+    for parameter, hook in zip(encoder.parameters(), hooks, strict=True):
+        parameter.grad = paddle.full_like(parameter, 3.0)
+        parameter.register_hook(hook)
+    step(True, encoder, loss)
+    assert {hook.calls for hook in hooks} == {1}
+    found = [one - 3.0 for one in gradients(encoder)]
+    assert relative_difference(found, [one * one + np.float32(0.01) for one in sums]) < TOLERANCE
 
 
 def test_a_hook_from_before_the_import_is_refused() -> None:
