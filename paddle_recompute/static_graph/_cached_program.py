@@ -199,7 +199,7 @@ class CachedProgram:
         with training.dygraph_mode():
             self._read_parameters_of_loss()
             loss = self.cache.backward(
-                *(_nested.map_leaves(_as_array, one) for one in inputs),
+                *(_nested.map_tensors(lambda tensor: tensor.numpy(), one) for one in inputs),
                 loss_scale=loss_scale,
                 loss_arguments=_nested.map_leaves(_as_tensor, loss_arguments),
             )
@@ -340,10 +340,6 @@ def _add_parameters_of_loss(
             zero = paddle.nn.initializer.Constant(0.0)
             made = model.create_parameter(shape, dtype=dtype, default_initializer=zero)
             model.add_parameter(name, made)
-
-
-def _as_array(leaf: Any) -> Any:
-    return leaf.numpy() if _nested.is_tensor(leaf) else leaf
 
 
 def _as_tensor(leaf: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import paddle
-from numpy.typing import NDArray
 from paddle.optimizer import lr
 
 from paddle_recompute import _nested
@@ -296,7 +295,8 @@ class StaticTrainStep:
         """
         of_program = {name: state[name] for name in state.keys() - _OF_DYGRAPH if state[name]}
         if self._built is None:
-            self._state_to_set |= _nested.map_leaves(_copied, of_program)
+            copied = _nested.map_leaves(lambda leaf: np.array(as_array(leaf)), of_program)
+            self._state_to_set |= copied
         else:
             self._built.state.write(of_program)
 
@@ -436,7 +436,3 @@ def _mean_count(counts: list[float], rows: list[int], is_due: bool) -> tuple[flo
             "batch, or set contrastive.negatives: local"
         )
     return float(total / num_ranks), due > 0
-
-
-def _copied(leaf: Any) -> NDArray[Any]:
-    return np.array(as_array(leaf))
