@@ -181,7 +181,7 @@ DEVICE_TESTS := tests/fake_device \
     $(addprefix tests/recompute/test_,randomness.py amp.py) \
     $(addprefix tests/contrastive/test_,grad_cache.py grad_cache_replay.py gather.py) \
     tests/contrastive/test_grad_cache_memory.py \
-    tests/grad_sync/test_gradient_sync.py \
+    $(addprefix tests/grad_sync/test_,gradient_sync.py buckets.py) \
     tests/offload tests/sharding/test_same_bits.py \
     $(addprefix tests/train_step/test_,train_step.py mixed_precision.py host_reads.py operators.py) \
     tests/test_checkpoint.py

@@ -53,6 +53,8 @@ def test_gradients_are_joined_as_they_are_under_auto_cast(dtype: str) -> None:
 
 
 def test_a_bucket_keeps_no_memory_of_gradients() -> None:
+    if not memory.is_counted():
+        pytest.skip("this Paddle counts no bytes here")
     own = [paddle.create_parameter([1 << 18], "float32") for _ in range(2)]
     bucket = Bucket((0, 1), (1 << 18,) * 2)
     empty = memory.current_bytes()
