@@ -351,34 +351,6 @@ def test_flat_tensors_share_memory_with_tensors_of_another_shape() -> None:
     assert np.array_equal(flat.joined([turned, other], shells)[:6].numpy(), turned.numpy().ravel())
 
 
-def test_coalesced_tensors_are_in_one_memory() -> None:
-    """``_C_ops.coalesce_tensor`` copies without a gap, whatever the strides of a tensor are."""
-    turned = paddle.randn([2, 3], "float64").transpose([1, 0])
-    own = [turned, paddle.randn([1], "float64"), paddle.randn([5], "float64")]
-    whole, pieces = flat.coalesced(own)
-    assert whole.shape == [12] and [one.shape for one in pieces] == [[3, 2], [1], [5]]
-    assert [one.data_ptr() - whole.data_ptr() for one in pieces] == [0, 48, 56]
-    for one, piece in zip(own, pieces, strict=True):
-        assert np.array_equal(one.numpy(), piece.numpy()) and piece.is_contiguous()
-        assert not one._is_shared_buffer_with(piece)
-    whole.scale_(2.0)
-    assert all(np.array_equal(2 * a.numpy(), b.numpy()) for a, b in zip(own, pieces, strict=True))
-
-
-def test_what_cannot_be_coalesced() -> None:
-    """Of other dtypes it would make other numbers, and at a SelectedRows the process ends."""
-    embedding = paddle.nn.Embedding(4, 2, sparse=True)
-    embedding(paddle.to_tensor([1])).sum().backward()
-    one = paddle.ones([2])
-    for tensors in (
-        [one, one.astype("float64")],
-        [one.astype("float16")] * 2,
-        [one.astype("bfloat16")] * 2,
-        [one, embedding.weight.grad],
-    ):
-        assert flat.coalesced(tensors) is None
-
-
 @pytest.mark.parametrize("dtypes", ["", "aa", "aba", "bba"])
 def test_tensors_by_their_dtypes(dtypes: str) -> None:
     kinds = {"a": "float32", "b": "float64"}

@@ -42,35 +42,6 @@ def joined(tensors: Sequence[paddle.Tensor], shells: list[paddle.Tensor]) -> pad
     return flat
 
 
-def coalesced(
-    tensors: Sequence[paddle.Tensor],
-) -> tuple[paddle.Tensor, list[paddle.Tensor]] | None:
-    """The same as `joined`, with tensors of the shapes of `tensors` in its memory, which is freed
-    when none of them has it any more. None where Paddle cannot.
-
-    ``_C_ops.coalesce_tensor`` (2.6, 3.x) has kernels for CPUs and GPUs, which do not look whether
-    all have one dtype, and end the process at a SelectedRows; not for bfloat16. Can go when
-    ``paddle.concat`` and ``paddle.split`` are one pass each over many small tensors.
-    """
-    kind, place = tensors[0].dtype, tensors[0].place
-    if kind not in _COALESCED or not (place.is_cpu_place() or place.is_gpu_place()):
-        return None
-    if not _are_equal([*map(_DTYPE, tensors)]) or are_sparse(tensors):
-        return None
-    # A copy of the data, no constant, nothing kept; no padding; shapes as they are.
-    options: Any = True, False, False, 0.0, False, -1, -1, [], []
-    pieces, flat = paddle._C_ops.coalesce_tensor(tensors, kind, *options)
-    return flat, pieces
-
-
-_COALESCED, _DTYPE = (paddle.float32, paddle.float64), attrgetter("dtype")
-
-
-def _are_equal(dtypes: Sequence[Any]) -> bool:
-    """The same objects on 3.x; on 2.6 always others, whose ``==`` is slow."""
-    return all(map(is_, dtypes, repeat(dtypes[0]))) or len({*map(int, dtypes)}) == 1
-
-
 def parted(flat: paddle.Tensor, sizes: Sequence[int]) -> list[paddle.Tensor]:
     """Flat tensors of `sizes` elements, in memory of their own: ``paddle.split``, which would look
     at each of them in Python.
@@ -94,10 +65,15 @@ Gradients = Mapping[Any, Sequence[paddle.Tensor]]
 
 def by_dtype(tensors: Sequence[paddle.Tensor]) -> Gradients:
     """Those of `tensors` of each dtype."""
-    dtypes = [*map(_DTYPE, tensors)]
+    dtypes = [*map(attrgetter("dtype"), tensors)]
     if dtypes and _are_equal(dtypes):  # without a hash of each
         return {dtypes[0]: tensors}
     return {one: [*compress(tensors, map(one.__eq__, dtypes))] for one in {*dtypes}}
+
+
+def _are_equal(dtypes: Sequence[Any]) -> bool:
+    """The same objects on 3.x; on 2.6 always others, whose ``==`` is slow."""
+    return all(map(is_, dtypes, repeat(dtypes[0]))) or len({*map(int, dtypes)}) == 1
 
 
 def squares_of(tensors: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
@@ -135,7 +111,7 @@ def replace_memory(tensors: Sequence[paddle.Tensor], pieces: Sequence[paddle.Ten
 
     Args:
         tensors: Whose elements are replaced.
-        pieces: Contiguous, with as many elements as the tensor, of any shape; not used afterwards.
+        pieces: Contiguous, with as many elements as the tensor, of any shape.
     """
     if all(map(_Tensor.is_contiguous, tensors)):
         _all_done(map(_Tensor._share_buffer_to, pieces, tensors))

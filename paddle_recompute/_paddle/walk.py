@@ -9,7 +9,7 @@ from typing import Any
 
 import paddle
 
-_PARAMETERS, _SUB_LAYERS = itemgetter("_parameters"), itemgetter("_sub_layers")
+_OWN = itemgetter("_parameters", "_sub_layers")
 _END = object()
 _METHODS = ("parameters", "named_parameters", "sublayers", "named_sublayers")
 
@@ -18,9 +18,9 @@ class ParameterWalk:
     """What ``named_parameters()`` of `model` lists, in its order.
 
     ``Layer.named_parameters`` (2.6, 3.x) reads nothing but the dicts ``_parameters`` and
-    ``_sub_layers`` of each Layer in `model`. So these and their values are compared by identity, in
-    C. A Layer whose class has such methods of its own is walked through each time. Not seen is a
-    Layer that is given another ``__dict__``. Can go when a Layer says that it has changed.
+    ``_sub_layers`` of each Layer in `model`. So their values are compared by identity, in C. A
+    Layer whose class has such methods of its own is walked through each time. Can go when a Layer
+    says that it has changed.
 
     Attributes:
         layers: All Layers of `model`; none where it is walked through each time.
@@ -32,11 +32,7 @@ class ParameterWalk:
 
     def __call__(self) -> tuple[list[str], list[paddle.Tensor]]:
         """Names and parameters; the same lists as before, if nothing has changed."""
-        if not (
-            self.layers
-            and all(map(is_, self._dicts_now(), self._dicts))
-            and all(map(is_, self._values_now(), self._values))
-        ):
+        if not (self.layers and all(map(is_, self._values_now(), self._values))):
             self._walk()
         return self._names, self._parameters
 
@@ -49,18 +45,14 @@ class ParameterWalk:
         self._names, self._parameters = [name for name, _ in named], [one for _, one in named]
         layers = self._model.sublayers(include_self=True)
         self.layers = layers if all(map(_is_plain, {*map(type, layers)})) else []
-        self._attributes = [*map(vars, self.layers)]
-        self._dicts = [*self._dicts_now()]
         self._values = [*self._values_now()]
 
-    def _dicts_now(self) -> Iterator[Any]:
-        return chain(map(_PARAMETERS, self._attributes), map(_SUB_LAYERS, self._attributes))
-
     def _values_now(self) -> Iterator[Any]:
-        """Most dicts are empty. The last one is `_END`, so that the two lists cannot agree in a
-        part only.
+        """One by one, so that each Layer is looked at while its memory is near; most dicts are
+        empty. The last one is `_END`, so that the two lists cannot agree in a part only.
         """
-        return chain(chain.from_iterable(map(dict.values, filter(None, self._dicts))), [_END])
+        own = chain.from_iterable(map(_OWN, map(vars, self.layers)))
+        return chain(chain.from_iterable(map(dict.values, filter(None, own))), [_END])
 
 
 def _is_plain(kind: type) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 
 from paddle_recompute._paddle.amp import amp_off
-from paddle_recompute._paddle.flat import coalesced, joined, parted, replace_memory
+from paddle_recompute._paddle.flat import joined, parted, replace_memory
 from paddle_recompute.errors import SyncError
 
 
@@ -28,9 +28,8 @@ class Bucket:
 
     def join(
         self, gradients: Sequence[paddle.Tensor | None], dtype: Any, scale: float
-    ) -> tuple[paddle.Tensor, Sequence[paddle.Tensor] | None]:
-        """The members' `gradients` times `scale` in one flat tensor, zeros where one is None; and
-        the members' pieces in its memory, or None where `split` has to make them.
+    ) -> paddle.Tensor:
+        """The members' `gradients` times `scale` in one flat tensor; zeros where one is None.
 
         Args:
             gradients: One for each member.
@@ -46,34 +45,35 @@ class Bucket:
                 for gradient, size in zip(gradients, self.sizes, strict=True)
             ]
         with amp_off():  # of level O2, which would cast them
-            flat, pieces = coalesced(gradients) or (joined(gradients, self._shells), None)
+            flat = joined(gradients, self._shells)
         if flat.dtype != dtype:
             raise SyncError(
                 f"a gradient is {flat.dtype}, and its parameter {dtype}; the ranks sum gradients "
                 "of one dtype. Change the dtype of gradients after last_backward()"
             )
-        return flat.scale_(scale), pieces
+        return flat.scale_(scale)
 
     def split(self, flat: paddle.Tensor) -> list[paddle.Tensor]:
-        """The members' pieces of `flat`, in memory of their own."""
+        """The members' pieces of `flat`."""
         with amp_off():
             return parted(flat, self.sizes) if len(self.sizes) > 1 else [flat]
 
-    def write(
+    def split_into(
         self,
         parameters: Sequence[paddle.Tensor],
         gradients: Sequence[paddle.Tensor | None],
-        pieces: Sequence[paddle.Tensor],
+        flat: paddle.Tensor,
         skip: frozenset[int],
     ) -> None:
-        """Let the members' ``.grad`` have `pieces`, but for those in `skip`.
+        """Let the members' ``.grad`` have the pieces of `flat`, but for those in `skip`.
 
         Args:
             parameters: All parameters.
             gradients: What each of them has in ``.grad`` now.
-            pieces: One for each member, not used afterwards.
+            flat: The content of this bucket, not used afterwards.
             skip: Indices of parameters without a gradient.
         """
+        pieces = self.split(flat)
         taken = [*map(gradients.__getitem__, self.members)]
         absent = [*map(is_, taken, repeat(None))]
         if any(absent):

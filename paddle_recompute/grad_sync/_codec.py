@@ -55,7 +55,7 @@ class Codec:
             return flat.astype("bfloat16")
         if not self.residuals.keys().isdisjoint(bucket.members):
             owed = [self.residuals.get(index) for index in bucket.members]
-            flat = flat + bucket.join(owed, flat.dtype, 1.0)[0]
+            flat = flat + bucket.join(owed, flat.dtype, 1.0)
         sent = flat.astype("bfloat16")
         lost = flat - sent.astype(flat.dtype)
         # inf - inf of a step that overflowed would stay NaN in all steps to come.

@@ -114,7 +114,7 @@ class PieceSender:
             parameters, by_dtype, bucket_bytes=sys.maxsize, first_bucket_bytes=sys.maxsize
         ):
             dtype = parameters[bucket.members[0]].dtype
-            flat, _ = bucket.join([gradients[i] for i in bucket.members], dtype, self.scale)
+            flat = bucket.join([gradients[i] for i in bucket.members], dtype, self.scale)
             flat = self._codec.encode(flat, bucket)
             label_of_dtype = f"gradient sync of offloaded parameters: {label} ({dtype})"
             task = self._reducer.send(flat, label_of_dtype)

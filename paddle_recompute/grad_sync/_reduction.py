@@ -31,7 +31,7 @@ import time
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import compress, repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -63,7 +63,6 @@ class _Sending(NamedTuple):
 
     bucket: Bucket
     flat: paddle.Tensor
-    pieces: Sequence[paddle.Tensor] | None
     queued: float
     task: AllReduceTask
 
@@ -297,14 +296,12 @@ class BucketedReduction:
             self._sent.add(bucket.members, gradients, len(self._order))
         else:
             gradients = [*map(self._listed.gradients.__getitem__, bucket.members)]
-        flat, pieces = bucket.join(gradients, self._dtype(bucket), self.scale)
-        encoded = self._codec.encode(flat, bucket)
-        if encoded is not flat:
-            flat, pieces = encoded, None
+        flat = bucket.join(gradients, self._dtype(bucket), self.scale)
+        flat = self._codec.encode(flat, bucket)
         queued = time.perf_counter()
         label = self._label(f"bucket {place} of {len(self._buckets)}")
         task = self._all_reducer.send(flat, label, has_met=has_met)
-        self._under_way.append(_Sending(bucket, flat, pieces, queued, task))
+        self._under_way.append(_Sending(bucket, flat, queued, task))
 
     def _wait(self) -> None:
         for sending in self._under_way:
@@ -314,11 +311,9 @@ class BucketedReduction:
         return self._parameters[bucket.members[0]].dtype
 
     def _write(self, sending: _Sending, without_gradient: frozenset[int]) -> None:
-        bucket, gradients = sending.bucket, self._listed.gradients
-        pieces = sending.pieces
-        if pieces is None:
-            pieces = bucket.split(self._codec.decode(sending.flat, self._dtype(bucket)))
-        bucket.write(self._parameters, gradients, pieces, without_gradient)
+        mean = self._codec.decode(sending.flat, self._dtype(sending.bucket))
+        gradients = self._listed.gradients
+        sending.bucket.split_into(self._parameters, gradients, mean, without_gradient)
 
     # ----------------------------------------------------------------------------- agreeing
 

@@ -30,8 +30,7 @@ def test_a_write_raises_the_version_of_a_gradient() -> None:
     backward(own)
     gradients = [one.grad for one in own]
     before = [one.inplace_version for one in gradients]
-    flat, pieces = bucket.join(gradients[::2], paddle.float32, 1.0)
-    bucket.write(own, gradients, pieces or bucket.split(flat), frozenset())
+    bucket.split_into(own, gradients, bucket.join(gradients[::2], paddle.float32, 1.0), frozenset())
     now = [one.inplace_version for one in gradients]
     assert now[0] > before[0] and now[1] == before[1] and now[2] > before[2]
 
@@ -46,8 +45,8 @@ def test_gradients_are_joined_as_they_are_under_auto_cast(dtype: str) -> None:
     """Seen on a device: on a CPU ``auto_cast`` casts nothing."""
     gradients, bucket = [paddle.ones([2], dtype), paddle.ones([3], dtype)], Bucket((0, 1), (2, 3))
     with paddle.amp.auto_cast(level="O2", dtype="float16"):
-        flat, pieces = bucket.join(gradients, gradients[0].dtype, 0.5)
-        pieces = pieces or bucket.split(flat)
+        flat = bucket.join(gradients, gradients[0].dtype, 0.5)
+        pieces = bucket.split(flat)
     assert [one.dtype for one in pieces] == [gradients[0].dtype] * 2
     assert float(flat.astype("float32").sum()) == 2.5
 
@@ -61,9 +60,9 @@ def test_a_bucket_keeps_no_memory_of_gradients() -> None:
     for _ in range(3):
         paddle.add_n([one.sum() for one in own]).backward()
         gradients = [one.grad for one in own]
-        flat, pieces = bucket.join(gradients, paddle.float32, 0.5)
-        bucket.write(own, gradients, pieces or bucket.split(flat), frozenset())
-        del flat, pieces, gradients
+        flat = bucket.join(gradients, paddle.float32, 0.5)
+        bucket.split_into(own, gradients, flat, frozenset())
+        del flat, gradients
         assert memory.current_bytes() - empty < 2.1 * (1 << 20)
         for one in own:
             one.clear_gradient(False)
