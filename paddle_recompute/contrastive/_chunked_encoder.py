@@ -182,7 +182,7 @@ class ChunkedEncoder:
             del heads, part
             paddle.autograd.backward(list(tensors), list(gradients))
         elif is_equal is not None:  # no gradient is left that could be made NaN
-            check_repetition({self.name: is_equal})
+            check_repetition([(self.name, is_equal)])
 
     def is_repeated(self) -> paddle.Tensor | None:
         """Whether the second forwards returned what the first ones did: one bool, not read; None if

@@ -6,7 +6,7 @@ no, the gradient is made NaN at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 import paddle
@@ -27,11 +27,11 @@ _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _HALF = (paddle.float16, paddle.bfloat16)
 
 
-def check_repetition(repeated: Mapping[str, paddle.Tensor]) -> None:
+def check_repetition(repeated: Sequence[tuple[str, paddle.Tensor]]) -> None:
     """Check that the second forwards returned what the first ones did; waits for the device.
 
     Args:
-        repeated: By the name of an input, what `Repetition.answer` returned.
+        repeated: Names of inputs, each with what `Repetition.answer` returned.
 
     Raises:
         RecomputeError: One returned other numbers.
@@ -39,8 +39,8 @@ def check_repetition(repeated: Mapping[str, paddle.Tensor]) -> None:
     if not repeated:
         return
     with paddle.no_grad():
-        answers = paddle.stack([*repeated.values()]).tolist()
-    for name, is_equal in zip(repeated, answers, strict=True):
+        answers = paddle.stack([answer for _, answer in repeated]).tolist()
+    for (name, _), is_equal in zip(repeated, answers, strict=True):
         if not is_equal:
             raise RecomputeError(
                 f"the encoder of {name} returned other values in the second forward of a chunk, so "

@@ -164,7 +164,7 @@ class GradCache:
                 "pass sync=GradientSync(encoder), which does it once per step, or the bare Layer"
             )
         _check_hooks([*self._encoders, loss])
-        self._repeated: dict[str, paddle.Tensor] = {}
+        self._repeated: list[tuple[str, paddle.Tensor]] = []
         self._num_calls = 0
         self.num_chunks = 0
         """Number of chunks in the last step, over all inputs."""
@@ -273,15 +273,13 @@ class GradCache:
         Raises:
             RecomputeError: One returned other numbers; the gradients of its call are NaN.
         """
-        repeated, self._repeated = self._repeated, {}
+        repeated, self._repeated = self._repeated, []
         check_repetition(repeated)
 
     def _note_repetition(self, encoders: list[ChunkedEncoder]) -> None:
         for encoder in encoders:
-            now, before = encoder.is_repeated(), self._repeated.get(encoder.name)
-            if now is not None:
-                both = now if before is None else paddle.logical_and(now, before)
-                self._repeated[encoder.name] = both
+            if (is_repeated := encoder.is_repeated()) is not None:
+                self._repeated.append((encoder.name, is_repeated))
         if self._is_checked:
             self.check_repetition()
 
