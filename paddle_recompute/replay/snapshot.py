@@ -141,9 +141,9 @@ class Snapshot:
         return places
 
     def _tell_states(self, places: Iterable[Place]) -> None:
-        """Tell those of a Layer whether its numbers are part of a state: there are, or were, buffers
-        beside them. They are not where it has built Layers or parameters and no buffers: they tell
-        that these are built.
+        """Tell those of a Layer whether its numbers are part of a state: there are, or were,
+        buffers beside them. They are not where it has built Layers or parameters and no buffers:
+        they tell that these are built.
         """
         found = [one for one in places if isinstance(one, Entries) and type(one.entries) is dict]
         if not found:
