@@ -34,7 +34,7 @@ from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
 from paddle_recompute.replay.contents import content_of, hold, is_same
-from paddle_recompute.replay.places import fill_dict
+from paddle_recompute.replay.places import ABSENT, fill_dict
 from paddle_recompute.replay.snapshot import Undo
 
 SMALL_BYTES = 64 * 1024
@@ -183,7 +183,7 @@ class _Holder:
         for name, buffer in self.before.items():
             if buffer is not None:
                 now[name] = buffer.as_it_was(f"{self.layer.full_name()}.{name}")
-            elif self.empty.get(name, now.get(name)) is not now.get(name):
+            elif name in self.empty and now.get(name, ABSENT) is not self.empty[name]:
                 now[name] = self.empty[name]
             elif is_initialized(now.get(name)):
                 now[name] = _copy(now[name])
@@ -243,15 +243,13 @@ class LayerState:
     def _add(self, layers: list[paddle.nn.Layer]) -> None:
         self.known.update(zip(map(id, layers), layers, strict=True))
         parameters = [*map(_parameters_of, map(vars, layers))]
-        statistics: dict[int, paddle.nn.Layer] = {}  # by id, those of BatchNorms
+        norms: set[int] = set()  # the BatchNorms, several of which may share their statistics
+        statistics: set[int] = set()
         if STATISTICS[0] in {*_flat(parameters)}:
-            statistics = {
-                id(own[name]): layer
-                for layer, own in zip(layers, parameters, strict=True)
-                if STATISTICS[0] in own and isinstance(layer, BATCH_NORMS)
-                for name in STATISTICS
-            }
-        norms = {*map(id, statistics.values())}
+            for layer, own in zip(layers, parameters, strict=True):
+                if STATISTICS[0] in own and isinstance(layer, BATCH_NORMS):
+                    norms.add(id(layer))
+                    statistics.update(id(own[name]) for name in STATISTICS)
         for layer, buffers in zip(layers, map(_buffers_of, map(vars, layers)), strict=True):
             if buffers or id(layer) in norms:
                 self._add_buffers(layer, is_norm=id(layer) in norms)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import paddle
 
-from paddle_recompute._paddle.layers import BUFFERS, MEMBER_DICTS, is_parameter
+from paddle_recompute._paddle.layers import MEMBER_DICTS, is_parameter
 from paddle_recompute.replay.contents import Held, content_of, hold, is_same
 
 FLAG = "training"
@@ -35,9 +35,15 @@ class Place(Protocol):
 
 
 class Entries:
-    """What code looks up by name: attributes, globals, a variable of a closure, defaults."""
+    """What code looks up by name: attributes, globals, a variable of a closure, defaults.
 
-    __slots__ = ("_before", "_entries", "_left", "_names", "_size")
+    Attributes:
+        entries: Where it is looked up.
+        is_state: Whether numbers are part of a state that is put back; to be set before
+            `after_forward`.
+    """
+
+    __slots__ = ("_before", "_left", "_names", "_size", "entries", "is_state")
 
     def __init__(
         self,
@@ -47,11 +53,12 @@ class Entries:
         size: int,
     ) -> None:
         """Of the `names`, `before` were there and held (`contents.hold`) so, among `size`."""
-        self._entries = entries
+        self.entries = entries
         self._names = names
         self._before = before
         self._left: AbstractSet[str] = frozenset()
         self._size = size
+        self.is_state = False
 
     def after_forward(self) -> None:
         """See `Place`: numbers, and Layers and parameters that the forward has built, stay. So
@@ -60,8 +67,8 @@ class Entries:
         Numbers beside a tensor that the forward rebinds, or beside the buffers of a Layer, are part
         of the same state (the length of a cache, whether it is filled): they are put back with it.
         """
-        before, now, changed = self._before, self._entries, self._changed()
-        is_cache = bool(now.get(BUFFERS)) or any(
+        before, now, changed = self._before, self.entries, self._changed()
+        is_cache = self.is_state or any(
             isinstance(now.get(name), paddle.Tensor) for name in changed
         )
         self._left = self._left | {
@@ -78,7 +85,7 @@ class Entries:
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
-        entries, changed = self._entries, self._changed()
+        entries, changed = self.entries, self._changed()
         if not changed:
             return None
         # Of the unchanged ones, too: the second forward may change what was put back by the user.
@@ -93,7 +100,7 @@ class Entries:
         return not self._changed()
 
     def _changed(self) -> list[str]:
-        entries, before = self._entries, self._before
+        entries, before = self.entries, self._before
         if len(entries) == self._size and _are(before.values(), map(entries.get, before)):
             return []  # nearly always
         changed = [

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from operator import is_, itemgetter, methodcaller
 from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.layers import MEMBER_DICTS
+from paddle_recompute._paddle.layers import BUFFERS, MEMBER_DICTS, STATISTICS, layers_below
 from paddle_recompute.replay.names import Reader, reader_of
 from paddle_recompute.replay.places import FLAG, Entries, Items, Place, fill_dict
 
 _flat = chain.from_iterable
-_members_of = itemgetter(*MEMBER_DICTS)
+_members_of, _buffers_of = itemgetter(*MEMBER_DICTS), itemgetter(BUFFERS)
 _values_of = methodcaller("values")  # not dict.values, which ignores move_to_end
 Undo = list[Callable[[], object]]
 """To be called from the last to the first."""
@@ -36,7 +36,7 @@ class Snapshot:
 
     __slots__ = (
         "_before", "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts",
-        "_members", "_readers", "_sizes", "_values", "layers", "places",
+        "_members", "_num_buffers", "_readers", "_sizes", "_values", "layers", "places",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -47,6 +47,7 @@ class Snapshot:
         self._members: list[int] = []
         self._keys: list[Any] = []
         self._values: list[Any] = []
+        self._num_buffers: list[int] = []
         self._exchanges_members = False
         # Of each dict or list: what is read of it, what it held, and its length; all that is held.
         self._containers: list[Any] = []
@@ -81,6 +82,7 @@ class Snapshot:
         dicts = [layer.__dict__ for layer in layers]
         self.layers += layers
         self._layer_dicts += dicts
+        self._num_buffers += map(len, map(_buffers_of, dicts))
         self._note_members(dicts)
         return dicts
 
@@ -135,7 +137,37 @@ class Snapshot:
                 place = Entries(container, names, dict(zip(found, before, strict=True)), size)
             if not place.is_unchanged():
                 places[number] = place
+        self._tell_states(places.values())
         return places
+
+    def _tell_states(self, places: Iterable[Place]) -> None:
+        """Tell those of a Layer whether its numbers are part of a state: there are, or were,
+        buffers beside them. They are not where it has built Layers or parameters and no buffers:
+        they tell that these are built.
+        """
+        found = [one for one in places if isinstance(one, Entries) and type(one.entries) is dict]
+        if not found:
+            return
+        numbers = {id(entries): number for number, entries in enumerate(self._layer_dicts)}
+        builders = self._builders()
+        for one in found:
+            if (number := numbers.get(id(one.entries))) is not None:
+                layer, size = self.layers[number], self._num_buffers[number]
+                is_built = not builders.isdisjoint(map(id, layers_below(layer) if builders else ()))
+                has_some = bool(size) or STATISTICS[0] in layer._parameters
+                one.is_state = size < len(layer._buffers) or (has_some and not is_built)
+
+    def _builders(self) -> set[int]:
+        """The ids of the Layers that have Layers or parameters which they did not have before."""
+        if self._has_same_members():
+            return set()
+        before = self._members_before()
+        return {
+            id(layer)
+            for number, layer in enumerate(self.layers)
+            for old, now in zip(before[4 * number :][:2], _members_of(layer.__dict__), strict=False)
+            if any(one is not None and old.get(name) is None for name, one in now.items())
+        }
 
     def is_unchanged(self) -> bool:
         """Whether nothing differs from before, but what the forward may change."""
@@ -151,6 +183,7 @@ class Snapshot:
         Returns:
             `is_unchanged`, now that this is accepted.
         """
+        self._tell_states(self.places)
         for place in self.places:
             place.after_forward()
         if changed := self._changed():

@@ -392,6 +392,109 @@ def test_filled_state_in_a_gradient_cache(kept: str, later: str, has_flag: bool)
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+@case("two BatchNorms with the same statistics")
+def test_shared_statistics(run: Run) -> Seen:
+    one, other = paddle.nn.BatchNorm1D(4), paddle.nn.BatchNorm1D(4)
+    other._mean, other._variance = one._mean, one._variance
+    block = paddle.nn.Sequential(one, paddle.nn.Tanh(), other)
+    return two_calls(run, block, leaf(6, 4), again=leaf(6, 4))
+
+
+class Counts(paddle.nn.BatchNorm1D):
+    """The mean of all batches, not a moving one."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.num_batches = 0
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self.num_batches += 1
+        self._momentum = 1 - 1 / self.num_batches
+        return super().forward(x)
+
+
+@case("a BatchNorm that counts its batches")
+def test_counting_norm(run: Run) -> Seen:
+    block = Counts()
+    found = two_calls(run, block, leaf(6, 4), again=leaf(6, 4))
+    return {**found, "number": block.num_batches}
+
+
+class Removing(paddle.nn.Layer):
+    """Removes its only buffer, which may be None, and makes it again in the next call."""
+
+    def __init__(self, value: paddle.Tensor | None, has_flag: bool) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(4, 4)
+        self.register_buffer("state", value)
+        self._has_flag, self.is_filled = has_flag, True
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        if self.is_filled if self._has_flag else "state" in self._buffers:
+            factor = 2.0 if self.state is None else 2.0 + self.state
+            del self._buffers["state"]
+            if self._has_flag:
+                self.is_filled = False
+            return (self.linear(x) * factor).tanh()
+        self.register_buffer("state", x.detach().mean(0))
+        if self._has_flag:
+            self.is_filled = True
+        return (self.linear(x) * 3).tanh()
+
+
+@case(
+    "a buffer that is removed and made again, at first {first}, with a flag: {has_flag}",
+    first=["None", "ones"],
+    has_flag=[False, True],
+    num_listed=0,
+)
+def test_removed_buffer(run: Run, first: str, has_flag: bool) -> Seen:
+    block = Removing(paddle.ones([4]) if first == "ones" else None, has_flag)
+    return two_calls(run, block, leaf(3, 4), again=leaf(3, 4))
+
+
+class Building(paddle.nn.Layer):
+    """Builds a parameter in its first forward, out of numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", paddle.ones([4]))
+        self._numbers, self.is_built = np.random.default_rng(0), False
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        if not self.is_built:
+            numbers = self._numbers.standard_normal((4, 4)).astype("float32")
+            self.weight = self.create_parameter(
+                [4, 4], default_initializer=paddle.nn.initializer.Assign(numbers)
+            )
+            self.is_built = True
+        return (x @ self.weight + self.offset).tanh()
+
+
+@case("a parameter that a Layer with buffers builds, with a flag")
+def test_flag_of_what_is_built(run: Run) -> Seen:
+    return two_calls(run, Building(), leaf(3, 4), again=leaf(3, 4))
+
+
+class Holding:
+    """No Layer, but with an attribute of the name under which a Layer has its buffers."""
+
+    def __init__(self, content: Any) -> None:
+        self._buffers, self.calls = content, 0
+
+
+@case("an object that counts, with _buffers that are {kind}", kind=["an array", "a tensor"])
+def test_buffers_of_no_layer(run: Run, kind: str) -> Seen:
+    holding = Holding(np.zeros(3) if kind == "an array" else paddle.zeros([3]))
+    linear = paddle.nn.Linear(4, 4)
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        holding.calls += 1
+        return linear(x).tanh() * len(holding._buffers)
+
+    return {**step(run, function, leaf(3, 4)), "layer": linear}
+
+
 @case("buffers of a block of blocks")
 def test_nested_layers(run: Run) -> Seen:
     block = paddle.nn.Sequential(
