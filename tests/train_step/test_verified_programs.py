@@ -328,6 +328,27 @@ def test_a_comparison_touches_nothing_of_the_users() -> None:
         assert np.array_equal(one, other)
 
 
+class Times(nn.Layer):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x * self.factor
+
+
+def test_a_number_of_a_sublayer_that_came_later_is_seen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Times(2.0))
+    compile_model(model, SPEC)
+    for replace in (False, True, False):
+        if replace:
+            model.add_sublayer("1", Times(2.0))
+        model(paddle.ones([3, 4])).sum().backward()
+    model[1].factor = 5.0
+    with pytest.raises(StaticGraphError, match=r"after '1.factor' was changed"):
+        model(paddle.ones([3, 4]))
+
+
 def with_a_refusal_on_one_rank(*, compiled: bool) -> tuple[list[bool], list[Any]]:
     """On a rank: whether a Program runs after each step, and the parameters at the end."""
     import paddle.distributed as dist
