@@ -197,6 +197,40 @@ def test_threads_may_train_in_turns() -> None:
     assert_equal(values(plain), values(model))
 
 
+@pytest.mark.parametrize("dropped", ["forward", "error", "backward", "TrainStep"])
+def test_a_step_that_is_dropped_lets_other_threads_train(dropped: str) -> None:
+    plain, model = pair()
+    sides = [(one, optimizer_of(one, momentum)) for one in (plain, model)]
+    optimizer = sides[1][1]
+
+    def fail(model: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+        raise ValueError(model(x).shape)
+
+    x = paddle.ones([3, WIDTH])
+    if dropped == "forward":
+        loss_of(model)
+    elif dropped == "backward":
+        loss_of(model).backward()
+        with pytest.raises(OffloadError, match=r"dropped ends when.*clear_grad\(\)"):
+            raise in_a_thread(lambda: loss_of(model, 3))
+        optimizer.clear_grad(set_to_zero=False)
+    else:
+        with pytest.raises(ValueError):
+            if dropped == "error":
+                fail(model, x)
+            else:
+                TrainStep(model, optimizer, loss_fn=fail)([x])
+
+    def train() -> None:
+        for one, optimizer in sides:
+            loss_of(one, 1).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+
+    assert in_a_thread(train) is None
+    assert_equal(values(plain), values(model))
+
+
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_another_thread_reads_and_computes_during_steps(place: str) -> None:
     model = pair(place)[1]

@@ -48,7 +48,8 @@ def test_page_stands_alone_and_tells_the_figures(tmp_path: Path) -> None:
         assert words in page.text
     for words in ("a<b", "汉语<.tsv", "河<b>", "rank 7", "rank 1", "12 duplicates removed"):
         assert words in page.text
-    for words in ("global batch 256", "39 of 39 steps", "finished", "1 min 10 s", "3.3.1"):
+    assert "finished · 39 of 39 steps · 2 ranks · global batch 256 · " in page.text
+    for words in ("1 min 10 s", "3.3.1"):
         assert words in page.text
     assert "Step 3 on each rank" in page.text
     # 25 + 14 ms of sums, of which 25 + 4 before the backward ended at 80.
