@@ -5,7 +5,6 @@ not get at before it has been written to.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -217,11 +216,10 @@ def _sharing(share: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(share)
     def checked(source: paddle.Tensor, target: paddle.Tensor) -> None:
-        frame = inspect.currentframe()
-        assert frame is not None and frame.f_back is not None
-        name = frame.f_back.f_code.co_name
+        caller = sys._getframe(1)  # not its own frame, which would hold itself
+        name = caller.f_code.co_name
         is_of_list = name == "vector_to_parameters"
-        given = [*frame.f_back.f_locals["parameters"]] if is_of_list else [target]
+        given = [*caller.f_locals["parameters"]] if is_of_list else [target]
         _call_ready(name, lambda *_: share(source, target), (source, given), {})
 
     return checked

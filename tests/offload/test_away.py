@@ -7,6 +7,7 @@ import copy
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,6 +149,10 @@ def test_of_a_list_with_a_plain_parameter_nothing_is_written(weight: paddle.Tens
         assert np.array_equal(plain.numpy(), before)
     vector_to_parameters(paddle.ones([WIDTH * WIDTH]), [plain])
     assert np.array_equal(plain.numpy(), np.ones(ONES, "float32"))
+    made = paddle.nn.Linear(2, 2)  # Paddle shares memory here, too
+    reference = weakref.ref(made)
+    del made
+    assert reference() is None  # without the garbage collector
 
 
 def test_paddle_grad_can_be_told_not_to_go_through_it(weight: paddle.Tensor) -> None:
