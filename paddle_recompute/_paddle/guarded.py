@@ -5,6 +5,7 @@ not get at before it has been written to.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -216,7 +217,8 @@ def _sharing(share: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(share)
     def checked(source: paddle.Tensor, target: paddle.Tensor) -> None:
-        caller = sys._getframe(1)  # not its own frame, which would hold itself
+        caller: Any = inspect.currentframe()
+        caller = caller.f_back  # nothing names its own frame, which would hold itself
         name = caller.f_code.co_name
         is_of_list = name == "vector_to_parameters"
         given = [*caller.f_locals["parameters"]] if is_of_list else [target]
