@@ -30,7 +30,8 @@ from paddle_recompute.replay.names import kind_of
 from paddle_recompute.replay.random_streams import RngState
 from paddle_recompute.replay.reach import names_read
 
-_CONTAINERS = (dict, collections.OrderedDict, list, set, collections.deque)
+_DICTS = (dict, collections.OrderedDict)
+_CONTAINERS = (*_DICTS, list, set, collections.deque)
 _NUMBERS = (bool, int, float, complex, type(None))
 _TOLD_BY_VALUE = (*_NUMBERS, str, bytes)
 _OWN_PREFIX = "_recompute_"
@@ -227,7 +228,9 @@ class ModelStamp:
         for _, entries, matters in self._places:
             if matters is not None and (keys := [*filter(matters, entries)]):
                 self._read[itemgetter(*keys, keys[0])] = entries  # of one key it gives no tuple
-        self._lists = [value for value in self._values_now() if type(value) is list]
+        containers = [one for one in self._values_now() if type(one) in (list, *_DICTS)]
+        self._lists = [one for one in containers if type(one) is list]
+        self._dicts = [one for one in containers if type(one) is not list]
         # Not a tensor with its graph: where there is one, each place is looked at each time.
         self._seen = [None if _has_graph(one) else one for one in self._entries_now()]
         self._held = {
@@ -235,15 +238,20 @@ class ModelStamp:
             for number, (_, entries, matters) in enumerate(self._places)
             for key, value in entries.items()
             if matters is None or matters(key)
-            for at, one in enumerate([value, *value] if type(value) is list else [value])
+            for at, one in enumerate([value, *_inside(value)])
         }
 
     def _entries_now(self) -> Iterator[Any]:
-        """All keys, and values and elements of lists as far as they matter; and `_ABSENT`, so that
-        the shorter of two such is not the beginning of the other.
+        """All keys, and values and what is in lists and dicts as far as they matter; and `_ABSENT`,
+        so that the shorter of two such is not the beginning of the other.
         """
         return chain(
-            chain.from_iterable(self._entries), self._values_now(), *self._lists, [_ABSENT]
+            chain.from_iterable(self._entries),
+            self._values_now(),
+            *self._lists,
+            *self._dicts,
+            *map(dict.values, self._dicts),
+            [_ABSENT],
         )
 
     def _values_now(self) -> Iterator[Any]:
@@ -261,6 +269,13 @@ def _read_by(layer: paddle.nn.Layer, others: frozenset[str] | None) -> Callable[
 
 
 _ABSENT = object()
+
+
+def _inside(value: Any) -> list[Any]:
+    """The elements of a list; the keys and values of a dict."""
+    if type(value) is list:
+        return value
+    return [*value, *value.values()] if type(value) in _DICTS else []
 
 
 def _has_graph(value: Any) -> bool:

@@ -182,9 +182,10 @@ class Dropping(Base):
         self.dropout = nn.Dropout(0.25)
         self.scale = 1.0
         self.rates = [1.0]
+        self.table = {"factor": 1.0}
 
     def forward(self, x: Any) -> Any:
-        return self.dropout(self.n(self.l(x))) * self.scale * self.rates[0]
+        return self.dropout(self.n(self.l(x))) * self.scale * self.rates[0] * self.table["factor"]
 
 
 def add_a_hook(model: Any) -> None:
@@ -197,6 +198,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "the hooks of l": add_a_hook,
     "scale": lambda model: model.__setattr__("scale", 3.0),
     "rates": lambda model: model.rates.__setitem__(0, 3.0),
+    "table": lambda model: model.table.update(factor=3.0),
 }
 
 
