@@ -55,8 +55,11 @@ def means() -> list[object]:
         "on one rank": np.array([4.0], "float32") if rank else None,
         "on none": None,
     }
-    return [None if g is None else g.tolist() for g in mean_of_ranks(gradients).values()]
+    model = paddle.nn.Layer()
+    for name, shape in zip(gradients, ([2, 3], [], [1], [2]), strict=True):
+        model.add_parameter(name, model.create_parameter(shape))
+    return [g.tolist() for g in mean_of_ranks(model, gradients).values()]
 
 
 def test_the_doctor_knows_the_mean_of_the_ranks() -> None:
-    assert run_ranks(means, 2) == [[[[1.5] * 3] * 2, 1.0, [2.0], None]] * 2
+    assert run_ranks(means, 2) == [[[[1.5] * 3] * 2, 1.0, [2.0], [0.0, 0.0]]] * 2
