@@ -20,6 +20,7 @@ from paddle_recompute import OffloadSequential, TrainStep
 from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute.errors import OffloadError, RecomputeError
 from paddle_recompute.offload import resident
+from tests.fake_device import selected
 from tests.offload.chains import optimizer_of
 
 WIDTH = 4
@@ -236,6 +237,10 @@ def test_a_step_that_is_dropped_lets_other_threads_train(dropped: str) -> None:
     assert_equal(values(plain), values(model))
 
 
+@pytest.mark.skipif(
+    selected.is_selected(),
+    reason="a plain model that two threads use at once fails in Paddle there, too (2.6, 3.3)",
+)
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_another_thread_reads_and_computes_during_steps(place: str) -> None:
     model = pair(place)[1]
