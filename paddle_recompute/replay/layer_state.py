@@ -187,7 +187,7 @@ class _Holder:
                 now[name] = self.empty[name]
             elif is_initialized(now.get(name)):
                 now[name] = _copy(now[name])
-        if now is self.layer.__dict__.get("_buffers"):
+        if now is self.layer.__dict__.get(BUFFERS):
             for name in set(now) - set(self.before):
                 del now[name]  # registered by the first forward, or since
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter
@@ -193,6 +194,11 @@ class ModelStamp:
     """The sublayers, hooks, numbers and other attributes that the forwards of a model read."""
 
     def __init__(self, model: paddle.nn.Layer) -> None:
+        self._model = weakref.ref(model)
+        self._watch(model)
+
+    def _watch(self, model: paddle.nn.Layer) -> None:
+        """Look at all Layers that `model` has now."""
         names = names_read(model)
         self._places: list[tuple[str, dict[Any, Any], Callable[[Any], bool] | None]] = []
         """Label, dict and which of its keys matter; None: all."""
@@ -211,9 +217,17 @@ class ModelStamp:
         """What is not as it was at the last call, or when the stamp was made; "" if nothing.
 
         Where every entry is the object that it was, which is compared in C, no place is looked at.
+        After a change, Layers that came with it are watched, too.
         """
         if all(map(is_, self._entries_now(), self._seen)):
             return ""
+        changed = self._first_difference()
+        model = self._model()
+        if changed and model is not None:
+            self._watch(model)
+        return changed
+
+    def _first_difference(self) -> str:
         then = self._held
         self._look()
         for place in {**then, **self._held}:
@@ -228,9 +242,7 @@ class ModelStamp:
         for _, entries, matters in self._places:
             if matters is not None and (keys := [*filter(matters, entries)]):
                 self._read[itemgetter(*keys, keys[0])] = entries  # of one key it gives no tuple
-        containers = [one for one in self._values_now() if type(one) in (list, *_DICTS)]
-        self._lists = [one for one in containers if type(one) is list]
-        self._dicts = [one for one in containers if type(one) is not list]
+        self._containers = [one for one in self._values_now() if type(one) in (list, *_DICTS)]
         # Not a tensor with its graph: where there is one, each place is looked at each time.
         self._seen = [None if _has_graph(one) else one for one in self._entries_now()]
         self._held = {
@@ -248,9 +260,7 @@ class ModelStamp:
         return chain(
             chain.from_iterable(self._entries),
             self._values_now(),
-            *self._lists,
-            *self._dicts,
-            *map(dict.values, self._dicts),
+            chain.from_iterable(map(_inside, self._containers)),
             [_ABSENT],
         )
 

@@ -180,7 +180,6 @@ class ProgramKeeper:
             self._stamp = ModelStamp(self.model)
         elif change := self._stamp.change():
             self._change, self._compared_since = change, set()
-            self._stamp = ModelStamp(self.model)  # of a new sublayer, too
         mode = (program, self.model.training, paddle.is_grad_enabled())
         if mode not in self._occasions:
             self._occasions[mode] = Occasions(often=program.has_branches)

@@ -210,6 +210,23 @@ def test_a_sublayer_that_is_replaced_is_noticed() -> None:
         step([data(1)])
 
 
+class Times(nn.Layer):
+    factor = 1.0
+
+    def forward(self, h: Any) -> Any:
+        return h * self.factor
+
+
+def test_a_number_of_a_sublayer_that_came_later_is_noticed() -> None:
+    model, step = step_of(lambda: nn.Sequential(nn.Linear(FEATURES, 2), Times()))
+    step([data(0)])
+    model.add_sublayer("1", Times())
+    step([data(1)])
+    model[1].factor = 5.0
+    with pytest.raises(StaticGraphError, match=OTHERS):
+        step([data(2)])
+
+
 def test_a_frozen_parameter_is_noticed_at_the_next_comparison() -> None:
     model, step = step_of(small(planted.Dense))
     model.entry.weight.stop_gradient = True
