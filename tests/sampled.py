@@ -56,7 +56,6 @@ EVERY_ON_DEVICE = {
     "tests/offload/test_sequential.py::test_five_steps_give_the_bits_of_the_plain_chain": 5,
     _STEP + "host_reads.py::test_a_step_reads_nothing": 7,
     _STEP + "train_step.py::test_micro_batches_are_one_batch": 3,
-    _STEP + "train_step.py::test_recompute_changes_no_bit_of_five_steps_with_dropout": 2,
 }
 
 

@@ -74,23 +74,32 @@ def encoders(number: int = 4) -> list[paddle.nn.Layer]:
     return [_Encoder() for _ in range(number)]
 
 
-def _cached(offload: str, rows: list[int]) -> Any:
-    """Steps of so many rows, in chunks of two."""
-    model = chain(offload, encoders(), **({} if offload == "plain" else {"num_shards": 4}))
+def _told(step: TrainStep, number: int, rows: int, sides: int = 1) -> tuple[float, float]:
+    """Loss and norm of a step of so many rows, which each rank draws for itself."""
+    rank = dist.get_rank()
+    rng = np.random.default_rng([number, rank])
+    inputs = tuple(paddle.to_tensor(rng.random([rows, WIDTH], "float32")) for _ in range(sides))
+    paddle.seed(10 * number + rank)
+    result = step([inputs if sides > 1 else inputs[0]])
+    return result.loss, result.grad_norm
+
+
+def _values(model: paddle.nn.Layer) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def _cached(offload: str) -> Any:
+    """In chunks of two."""
+    model = chain(offload, encoders(), num_shards=4)
     cache = GradCache(model, ContrastiveLoss(temperature=0.1), chunk_size=2)
     step = TrainStep(model, optimizer_of(model), grad_cache=cache, clip_grad_norm=0.5)
-    told = []
-    for number, size in enumerate(rows):
-        rng = np.random.default_rng([number, dist.get_rank()])
-        sides = [paddle.to_tensor(rng.random([size, WIDTH], "float32")) for _ in range(2)]
-        paddle.seed(10 * number + dist.get_rank())
-        result = step([tuple(sides)])
-        told.append((result.loss, result.grad_norm))
-    return {name: value.numpy() for name, value in model.state_dict().items()}, told
+    told = [_told(step, number, rows=6, sides=2) for number in range(3)]
+    return _values(model), told
 
 
-def _called_often(offload: str, often: list[int]) -> Any:
-    """Steps that call the chain so often on its own output: more often than before is late."""
+def _called_often(offload: str) -> Any:
+    """Steps that call the chain on its own output: more often than before is late."""
+    often = [1, 1, 2, 1, 3]
     model, calls = chain(offload, encoders(), num_shards=4), iter(often)
 
     def loss(model: Any, x: paddle.Tensor) -> Any:
@@ -99,12 +108,8 @@ def _called_often(offload: str, often: list[int]) -> Any:
         return x.square().mean()
 
     step = TrainStep(model, optimizer_of(model), loss_fn=loss, clip_grad_norm=0.5)
-    told = []
-    for number in range(len(often)):
-        x = np.random.default_rng([number, dist.get_rank()]).random([6, WIDTH], "float32")
-        result = step([paddle.to_tensor(x)])
-        told.append((result.loss, result.grad_norm))
-    return {name: value.numpy() for name, value in model.state_dict().items()}, told
+    told = [_told(step, number, rows=6) for number in range(len(often))]
+    return _values(model), told
 
 
 def _frozen_and_shared(offload: str) -> Any:
@@ -113,21 +118,18 @@ def _frozen_and_shared(offload: str) -> Any:
     layers.insert(2, paddle.nn.BatchNorm1D(WIDTH))
     for parameter in layers[1].parameters():
         parameter.stop_gradient = True
-    model = chain(offload, layers, **({} if offload == "plain" else {"num_shards": 4}))
+    model = chain(offload, layers, num_shards=4)
     step = TrainStep(
         model, optimizer_of(model), loss_fn=lambda m, x: m(x).square().mean(), clip_grad_norm=0.5
     )
     told = []
     for number in range(4):
-        rng = np.random.default_rng([number, dist.get_rank()])
-        rows = 6 + dist.get_rank()  # so the ranks count differently
-        result = step([paddle.to_tensor(rng.random([rows, WIDTH], "float32"))])
-        told.append((result.loss, result.grad_norm))
+        told.append(_told(step, number, rows=6 + dist.get_rank()))  # the ranks count differently
         model.eval()
         with paddle.no_grad():
             told.append((float(model(paddle.ones([2, WIDTH])).sum()), 0.0))
         model.train()
-    return {name: value.numpy() for name, value in model.state_dict().items()}, told
+    return _values(model), told
 
 
 def _evaluated_before_the_update(offload: str) -> Any:
@@ -149,7 +151,7 @@ def _evaluated_before_the_update(offload: str) -> Any:
             optimizer.clear_grad()
             seen.append((float(model(tokens).sum()), 0.0))
         model.train()
-    return {name: value.numpy() for name, value in model.state_dict().items()}, seen
+    return _values(model), seen
 
 
 def _read_and_written(offload: str) -> Any:
@@ -167,7 +169,6 @@ def _read_and_written(offload: str) -> Any:
     return {str(number): one for number, one in enumerate(found)}, []
 
 
-LATE = {"often": [1, 1, 2, 1, 3]}
 OF_THE_CHAIN = (
     {"prefetch": 0},
     {"prefetch": 2},
@@ -183,8 +184,8 @@ SAME: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
         for optimizer, number in (("adamw", 1), ("adamw", 2), ("momentum", 2), ("lamb", 1))
     },
     **{str(options): (_train, "plain", {}, {"options": options}) for options in OF_THE_CHAIN},
-    "gradient cache": (_cached, "plain", {"rows": [6, 6, 6]}, {}),
-    "what comes late": (_called_often, "host", LATE, {}),
+    "gradient cache": (_cached, "plain", {}, {}),
+    "what comes late": (_called_often, "host", {}, {}),
     "frozen, shared, evaluated": (_frozen_and_shared, "plain", {}, {}),
     "read and written": (_read_and_written, "plain", {}, {}),
     "evaluated before the update": (_evaluated_before_the_update, "plain", {}, {}),
@@ -207,10 +208,6 @@ def _both(run: Any, ways: tuple[str, str], own: dict[str, Any], **arguments: Any
     return [run(other, **arguments), run(ranks, **arguments, **own)]
 
 
-def test_one_rank_owns_all() -> None:
-    assert_same_runs([_train("plain")], [_train("ranks")])
-
-
 def _resumed(offload: str, state: Any = None, first: int = 0, last: int = 2) -> Any:
     """The state after the steps up to `last`, each of the same rows on all ranks."""
     model = chain(offload)
@@ -226,7 +223,7 @@ def _resumed(offload: str, state: Any = None, first: int = 0, last: int = 2) -> 
         step([batch(number, 0)])
     kept = step.state_dict(keep=dist.get_rank() == 0)["optimizer"]
     moments = {name: np.asarray(one) for name, one in kept.items()}
-    return {name: value.numpy() for name, value in model.state_dict().items()}, moments
+    return _values(model), moments
 
 
 @pytest.fixture(scope="module")

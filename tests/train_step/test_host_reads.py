@@ -94,10 +94,9 @@ def test_a_read_is_counted(how: str) -> None:
 # -------------------------------------------------------------------------------------- 0 reads
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["plain", "recompute"])
-@pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
+@pytest.mark.parametrize(("clip", "recomputes"), [(None, False), (1e-3, True), (1e3, True)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_a_step_reads_nothing(
     num_micro_batches: int, optimizer: str, clip: float | None, recomputes: bool
 ) -> None:
@@ -114,8 +113,7 @@ def test_a_step_reads_nothing(
     assert all(map(math.isfinite, losses + norms))
 
 
-@pytest.mark.parametrize("tile", [None, 4])
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
+@pytest.mark.parametrize(("num_micro_batches", "tile"), [(1, None), (2, 4)])
 def test_a_step_with_a_gradient_cache_reads_nothing(
     num_micro_batches: int, tile: int | None
 ) -> None:
@@ -247,13 +245,6 @@ def test_a_step_that_is_not_finite_leaves_the_parameters_alone(
     after = step([batch(6)])
     assert math.isfinite(after.loss)  # who catches it may go on
     assert not np.array_equal(model.parameters()[0].numpy(), before[0])
-
-
-def test_a_state_is_not_given_away_after_a_step_that_was_not_made() -> None:
-    step = step_of(net(), loss_fn=functools.partial(spoilt, of="loss"))
-    step([batch(1)])
-    bad = batch(3)
-    bad[0, 0] = 1e4
     step([bad])
     with pytest.raises(DivergenceError):
         step.state_dict()

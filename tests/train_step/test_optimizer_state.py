@@ -177,6 +177,3 @@ def test_a_program_takes_a_state_with_a_frozen_parameter() -> None:
     assert found.keys() == {k for k in state["optimizer"] if NOT_UPDATED not in k}
     assert all(np.array_equal(found[k].ravel(), np.array(state["optimizer"][k]).ravel())
                for k in found)  # fmt: skip
-
-
-# ------------------------------------------------------------------------------- fleet's sharding
