@@ -55,7 +55,6 @@ EVERY_ON_DEVICE = {
     "tests/offload/test_ranks.py::test_two_ranks_have_the_bits_of_the_plain_chain": 3,
     "tests/offload/test_sequential.py::test_five_steps_give_the_bits_of_the_plain_chain": 5,
     _STEP + "host_reads.py::test_a_step_reads_nothing": 7,
-    _STEP + "train_step.py::test_micro_batches_are_one_batch": 3,
 }
 
 

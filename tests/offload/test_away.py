@@ -19,6 +19,7 @@ from paddle_recompute import OffloadSequential, TrainStep
 from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute.errors import OffloadError, RecomputeError
 from paddle_recompute.offload import resident
+from tests.bits import assert_same_bits
 from tests.fake_device import selected
 from tests.offload.chains import optimizer_of
 
@@ -48,12 +49,6 @@ def values(model: paddle.nn.Layer) -> list[np.ndarray]:
     return [parameter.numpy() for parameter in model.parameters()]
 
 
-def assert_equal(one: list[np.ndarray], other: list[np.ndarray]) -> None:
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        assert np.array_equal(a, b)
-
-
 @pytest.fixture(params=["here", "away"])
 def weight(request: pytest.FixtureRequest) -> Iterator[paddle.Tensor]:
     """A parameter between steps: the rule is the same where its shard happens to be here still."""
@@ -64,7 +59,7 @@ def weight(request: pytest.FixtureRequest) -> Iterator[paddle.Tensor]:
     rest = [p for p in model.parameters() if p is not weight]
     before = [p.numpy() for p in rest]
     yield weight
-    assert_equal([p.numpy() for p in rest], before)
+    assert_same_bits([p.numpy() for p in rest], before)
 
 
 def test_its_values_are_read_and_written_as_a_whole(weight: paddle.Tensor) -> None:
@@ -226,7 +221,7 @@ def test_threads_may_train_in_turns(how: str) -> None:
     begin_a_step(how, model, sides[1][1])
     assert in_a_thread(lambda: train(1)) is None
     train(2)
-    assert_equal(values(plain), values(model))
+    assert_same_bits(values(plain), values(model))
 
 
 @pytest.mark.skipif(
@@ -243,7 +238,7 @@ def test_another_thread_reads_and_computes_during_steps(place: str) -> None:
     def read() -> None:
         try:
             while not is_over.is_set() or not num_done[0]:
-                assert_equal(values(model), want)
+                assert_same_bits(values(model), want)
                 assert np.array_equal(model.state_dict()["0.weight"].numpy(), want[0])
                 with paddle.no_grad():
                     assert np.array_equal(loss_of(model).numpy(), loss)
@@ -299,7 +294,7 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
     for one in (plain, model):
         optimizer_of(one, momentum).step()
-    assert_equal(values(plain), values(model))
+    assert_same_bits(values(plain), values(model))
 
 
 @pytest.mark.parametrize("how", ["Layer", "function"])

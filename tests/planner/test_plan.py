@@ -138,7 +138,6 @@ class Masked(paddle.nn.Layer):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = paddle.nn.Linear(width, width)
-        self.layer_idx = next(COUNT)
 
     def forward(self, x: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
         scores = paddle.nn.functional.softmax(self.linear(x) + mask)
@@ -157,9 +156,6 @@ class OneMask(paddle.nn.Layer):
         for block in self.blocks:
             x = block(x, mask)
         return x
-
-
-COUNT = itertools.count()
 
 
 class Mean(paddle.nn.Layer):
@@ -287,7 +283,7 @@ def test_a_plan_stays_within_its_budget_and_has_the_gradients_of_the_plain_step(
     plain = gradients_of(job, None)
     high = simulate(costs, uniform(costs, "plain")).peak.bytes
     low = simulate(costs, uniform(costs, "whole")).peak.bytes
-    for part in (0.25, 0.6, 0.9):
+    for part in (0.25, 0.8):
         job.model.set_state_dict(state)
         budget = int(low + (high - low) * part)
         first = make_plan(costs, budget, signature="", checkpoints=job.checkpoints)
@@ -372,15 +368,6 @@ def test_gradients_that_micro_batches_add_to_are_counted_once() -> None:
         assert measured_peak(job, found) == pytest.approx(found.peak_bytes, abs=1024), option
 
 
-def test_another_batch_is_estimated_from_small_ones() -> None:
-    job = job_of("encoder")
-    found = estimate(job.model, job.batch, job.loss_fn, batch_size=40)
-    large = paddle.randn([40, 16, 32])
-    measured = estimate(job.model, large, job.loss_fn)
-    batch_and_sample = 8 * 16 * 32 * 4  # the sample batch is there as well
-    assert abs(found.peak_bytes - measured.peak_bytes) <= batch_and_sample
-
-
 class InBatch(paddle.nn.Layer):
     """A block in which every row meets every other one."""
 
@@ -394,43 +381,37 @@ class InBatch(paddle.nn.Layer):
         return x + paddle.matmul(scores, hidden)
 
 
-def test_rows_that_meet_in_a_block_are_estimated_from_small_batches() -> None:
-    model, large = paddle.nn.Sequential(*[InBatch() for _ in range(3)]), paddle.randn([512, 16])
-
-    found = estimate(model, large[:64], squared, batch_size=512)
+@pytest.mark.parametrize("kind", ["encoder", "rows that meet"])
+def test_a_large_batch_is_estimated_from_small_ones(kind: str) -> None:
+    """Also where each row meets every other one."""
+    if kind == "encoder":
+        model, large, rows = encoder(), paddle.randn([40, 16, 32]), 8
+        allowed = {"abs": rows * 16 * 32 * 4}  # the sample batch is there as well
+    else:
+        model = paddle.nn.Sequential(*[InBatch() for _ in range(3)])
+        large, rows, allowed = paddle.randn([512, 16]), 64, {"rel": CLOSE}
+    found = estimate(model, large[:rows].clone(), squared, batch_size=large.shape[0])
     measured = estimate(model, large, squared)
-    assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=CLOSE)
+    assert found.peak_bytes == pytest.approx(measured.peak_bytes, **allowed)
 
 
 @pytest.mark.parametrize("in_cache", [True, False])
 def test_gradients_of_the_loss_stay_as_they_are(in_cache: bool) -> None:
     """Those that a measurement leaves would be part of the first update."""
-    model, loss = encoder(1), ContrastiveLoss(learnable_temperature=True)
+    model = paddle.nn.Sequential(encoder(1), Mean())
+    loss = ContrastiveLoss(learnable_temperature=True)
     batch = (paddle.randn([4, 8, 32]), paddle.randn([4, 8, 32]))
-
-    def pooled(x: Any) -> Any:
-        return model(x).mean(axis=1)
-
-    class Pooled(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = model
-
-        def forward(self, x: Any) -> Any:
-            return pooled(x)
-
-    whole = Pooled()
-    optimizer = paddle.optimizer.AdamW(parameters=[*whole.parameters(), *loss.parameters()])
-    how: dict[str, Any] = {"grad_cache": GradCache(whole, loss, chunk_size=2)}
+    optimizer = paddle.optimizer.AdamW(parameters=[*model.parameters(), *loss.parameters()])
+    how: dict[str, Any] = {"grad_cache": GradCache(model, loss, chunk_size=2)}
     if not in_cache:
         how = {"loss_fn": lambda m, b: loss(m(b[0]), m(b[1])), "optimizer": optimizer}
-    estimate(whole, batch, **how)
+    estimate(model, batch, **how)
     assert all(one.grad is None for one in loss.parameters())
-    loss(whole(batch[0]), whole(batch[1])).backward()
-    for one in whole.parameters():
+    loss(model(batch[0]), model(batch[1])).backward()
+    for one in model.parameters():
         one.clear_gradient(False)
     with pytest.raises(PlanError, match="has a gradient; plan between two steps"):
-        plan(whole, batch, memory_budget="1GiB", **how)
+        plan(model, batch, memory_budget="1GiB", **how)
     assert all(one.grad is not None for one in loss.parameters())
 
 
