@@ -19,7 +19,7 @@ from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import recompute_wrapper
 from tests.app.trainer.test_trainer import tiny
 from tests.bits import assert_same_bits, values_of
-from tests.offload.chains import BATCH, LENGTH, VOCABULARY, WIDTH, adamw
+from tests.offload.chains import BATCH, LENGTH, STEPS, VOCABULARY, WIDTH, adamw
 
 
 class Tagger(paddle.nn.Layer):
@@ -43,7 +43,7 @@ def section(**changes: Any) -> RecomputeConfig:
     return RecomputeConfig(**{**given, **changes})
 
 
-def five_steps(config: RecomputeConfig | None) -> tuple[dict[str, np.ndarray], list[float]]:
+def some_steps(config: RecomputeConfig | None) -> tuple[dict[str, np.ndarray], list[float]]:
     model = Tagger()
     if config is not None:
         offload_layers(model, config)
@@ -57,7 +57,7 @@ def five_steps(config: RecomputeConfig | None) -> tuple[dict[str, np.ndarray], l
     rng = np.random.default_rng(0)
     paddle.seed(5)
     losses = []
-    for _ in range(5):
+    for _ in range(STEPS):
         tokens = rng.integers(0, VOCABULARY, [2, BATCH, LENGTH])
         losses.append(step([paddle.to_tensor(part) for part in tokens]).loss)
     if config is not None:
@@ -71,8 +71,8 @@ def five_steps(config: RecomputeConfig | None) -> tuple[dict[str, np.ndarray], l
     [{}, {"offload_parameters": "host"}, {"num_shards": 4, "checkpoints": ["auto"]}],
     ids=str,
 )
-def test_five_steps_give_the_bits_of_the_plain_model(changes: dict[str, Any]) -> None:
-    assert_same_bits(five_steps(None), five_steps(section(**changes)))
+def test_steps_give_the_bits_of_the_plain_model(changes: dict[str, Any]) -> None:
+    assert_same_bits(some_steps(None), some_steps(section(**changes)))
 
 
 def test_the_report_names_the_shards() -> None:

@@ -97,7 +97,7 @@ def job_of(name: str) -> Job:
     paddle.seed(0)
     if name == "gradient cache":
         model = paddle.nn.Sequential(encoder(), Mean())
-        cache = GradCache(model, ContrastiveLoss(temperature=0.1), chunk_size=4)
+        cache = GradCache(model, ContrastiveLoss(temperature=0.1), chunk_size=8)
         batch = paddle.randn([16, 8, 32]), paddle.randn([16, 8, 32])
         return Job(model, batch, None, grad_cache=cache)
     if name == "two towers":
@@ -308,8 +308,9 @@ def test_moments_are_counted_before_they_exist() -> None:
     assert memory.peak_bytes() == pytest.approx(found.peak_bytes, abs=1024)
 
 
-@pytest.mark.parametrize("keeps", [None, False], ids=["the default", "set_to_zero=False"])
-@pytest.mark.parametrize("name", ["encoder", "one encoder twice"])
+@pytest.mark.parametrize(
+    ("name", "keeps"), [("encoder", None), ("encoder", False), ("one encoder twice", None)]
+)
 def test_a_loop_of_ones_own_stays_within_the_budget(name: str, keeps: bool | None) -> None:
     """``optimizer.clear_grad()`` keeps the gradients, set to zero, if it is not told otherwise."""
     job = job_of(name)
@@ -507,10 +508,8 @@ def test_the_largest_micro_batch_is_found_and_verified() -> None:
     job = job_of("encoder")
     assert job.loss_fn is not None
     budget = 3 * estimate(job.model, job.batch, job.loss_fn).peak_bytes
-    found = find_batch_size(
-        job.model, job.batch, job.loss_fn, memory_budget=budget, local_batch=192
-    )
-    assert found.rows * found.accumulate_steps == 192
+    found = find_batch_size(job.model, job.batch, job.loss_fn, memory_budget=budget, local_batch=96)
+    assert found.rows * found.accumulate_steps == 96
     assert found.plan.measured_bytes is not None and found.plan.measured_bytes <= budget
     assert found.rows > 24  # what fits without recompute
     assert "largest batch" in str(found)

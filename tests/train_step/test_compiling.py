@@ -50,7 +50,7 @@ class Tower(paddle.nn.Layer):
 class Model(paddle.nn.Layer):
     """Branches that draw masks each, a Layer that is called twice, others unused and frozen."""
 
-    def __init__(self, width: int = 16, depth: int = 3) -> None:
+    def __init__(self, width: int = 16, depth: int = 2) -> None:
         super().__init__()
         self.words = paddle.nn.Embedding(50, width)
         self.left = paddle.nn.LayerList([Tower(width) for _ in range(depth)])
