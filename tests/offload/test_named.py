@@ -106,7 +106,6 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     [
         ({"policy": "segments"}, "does not go with offload_parameters"),
         ({"offload": "host"}, "does not go with offload_parameters"),
-        ({"offload_parameters": "none"}, "has no effect without offload_parameters"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(

@@ -385,14 +385,14 @@ class InBatch(paddle.nn.Layer):
 @pytest.mark.parametrize("kind", ["encoder", "rows that meet"])
 def test_a_large_batch_is_estimated_from_small_ones(kind: str) -> None:
     """Also where each row meets every other one."""
-    if kind == "encoder":
-        model, large, rows = encoder(), paddle.randn([40, 16, 32]), 8
-        allowed = {"abs": rows * 16 * 32 * 4}  # the sample batch is there as well
-    else:
+    model, few, many = encoder(), [8, 16, 32], [40, 16, 32]
+    allowed = {"abs": 8 * 16 * 32 * 4}  # the sample batch is there as well
+    if kind != "encoder":
         model = paddle.nn.Sequential(*[InBatch() for _ in range(3)])
-        large, rows, allowed = paddle.randn([512, 16]), 64, {"rel": CLOSE}
-    found = estimate(model, large[:rows].clone(), squared, batch_size=large.shape[0])
-    measured = estimate(model, large, squared)
+        few, many, allowed = [64, 16], [512, 16], {"rel": CLOSE}
+    sample = paddle.randn(few)
+    found = estimate(model, sample, squared, batch_size=many[0])
+    measured = estimate(model, paddle.randn(many), squared)
     assert found.peak_bytes == pytest.approx(measured.peak_bytes, **allowed)
 
 
@@ -465,7 +465,6 @@ def with_loss(loss_fn: Any) -> Callable[[Job], Job]:
         (wrapped, {}, "is recomputed already"),
         (with_a_gradient, {}, "has a gradient"),
         (lambda job: job, {"offload": "disk"}, "policy.*all"),
-        (lambda job: job, {"checkpoints": ["none.*"]}, "none"),
         *[
             (with_loss(measured_never), {"budget": budget}, "bytes")
             for budget in ("8 bananas", None, True, 0, -1, math.nan)
@@ -475,9 +474,8 @@ def with_loss(loss_fn: Any) -> Callable[[Job], Job]:
 def test_what_cannot_be_planned_is_refused(
     make: Callable[[Job], Job], options: dict[str, Any], message: str
 ) -> None:
-    job = make(job_of("encoder"))
-    with pytest.raises((PlanError, ConfigError, SelectionError), match=message):
-        planned(job, **{"budget": 2**40, **options})
+    with pytest.raises((PlanError, ConfigError), match=message):
+        planned(make(job_of("encoder")), **{"budget": 2**40, **options})
 
 
 def test_a_plan_is_kept_in_a_file(tmp_path: Path) -> None:
