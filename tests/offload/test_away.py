@@ -265,7 +265,7 @@ def test_another_thread_reads_and_computes_during_steps(place: str) -> None:
 def test_resident_brings_its_shards_and_takes_them_back() -> None:
     """What is done inside of it is compared by tests/fuzz/test_absent_parameters.py."""
     model = pair()[1]
-    shard, rest = (one[0].parameters() + one[1].parameters() for one in (model, model[2:]))
+    shard, rest = (model[first].parameters() + model[first + 1].parameters() for first in (0, 2))
     for _ in range(2):
         with model.resident(model[1]):
             assert all(map(has_memory, shard)) and not any(map(has_memory, rest))
