@@ -10,7 +10,7 @@ from paddle_recompute import ContrastiveLoss, GradCache, GradientSync, TrainStep
 from paddle_recompute._paddle import backward
 from tests.ranks import each_on_ranks
 
-STEPS = 30
+STEPS = 60
 
 
 def check_a_step_leaves_no_object_behind() -> None:
@@ -23,7 +23,7 @@ def check_a_step_leaves_no_object_behind() -> None:
     plain = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).mean())
     cached = TrainStep(model, optimizer, grad_cache=cache)
     for step, batch in ((plain, rows), (cached, (rows, rows))):
-        for _ in range(6):
+        for _ in range(10):
             step([batch])
         gc.collect()
         before = len(gc.get_objects())
