@@ -290,6 +290,21 @@ def test_tensors_by_their_dtypes(dtypes: str) -> None:
     }
 
 
+def test_additions_are_told_in_the_order_of_registration_and_the_end_once_per_backward() -> None:
+    backward.watch_backward()
+    layer, seen = paddle.nn.Linear(2, 2), []
+    for told in ("first", "second"):
+        gradients.on_gradient_added(layer.weight, functools.partial(seen.append, told))
+    stop = backward.after_each_backward(lambda: seen.append(layer.weight.grad.sum().item()))
+    recompute = paddle.distributed.fleet.utils.recompute
+    x = needs_grad(1, 2)
+    (recompute(layer, x, use_reentrant=True) + recompute(layer, x, use_reentrant=True)).backward(
+        paddle.ones([1, 2])
+    )
+    stop()
+    assert seen == ["first", "second"] * 2 + [8.0]
+
+
 # ----------------------------------------------------------------------- fleet, store and memory
 
 
