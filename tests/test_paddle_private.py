@@ -7,6 +7,7 @@ Here are the facts for which `_paddle` has a way around, and those that nothing 
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import inspect
 import math
@@ -15,6 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 from paddle.base import core, framework
@@ -276,6 +278,23 @@ def test_what_a_pack_hook_returns_is_held_once_or_forgotten() -> None:
     left = [reference() is not None for reference in references]
     gc.enable()
     assert left == [IS_26] * len(references) and references
+
+
+def test_flat_tensors_share_memory_with_tensors_of_another_shape() -> None:
+    """``_share_buffer_to``, ``_C_ops.reshape``, ``_C_ops.concat`` and ``_C_ops.split``."""
+    one, other = paddle.randn([2, 3]), paddle.randn([4])
+    wanted = np.concatenate([one.numpy().ravel(), other.numpy()])
+    shells: list[paddle.Tensor] = []
+    for _ in range(2):
+        whole = flat.joined([one, other], shells)
+        assert np.array_equal(whole.numpy(), wanted)
+        assert len(shells) == 2 and not one._is_shared_buffer_with(shells[0])
+    pieces = flat.parted(whole, (6, 4))
+    assert [tensor.numpy().tolist() for tensor in pieces] == [*map(list, np.split(wanted, [6]))]
+    flat.replace_memory([one, other], pieces)
+    assert one.data_ptr() == pieces[0].data_ptr() and one.shape == [2, 3]
+    turned = paddle.randn([2, 3]).transpose([1, 0])
+    assert np.array_equal(flat.joined([turned, other], shells)[:6].numpy(), turned.numpy().ravel())
 
 
 @pytest.mark.parametrize("dtypes", ["", "aa", "aba", "bba"])
