@@ -272,6 +272,21 @@ def test_resident_brings_its_shards_and_takes_them_back() -> None:
         assert not any(map(has_memory, shard))
 
 
+@pytest.mark.parametrize("place", ["disk", "host"])
+def test_a_shape_that_was_changed_where_it_was_resident_stays(place: str) -> None:
+    """`parameters_to_vector` leaves a parameter flat that it is given twice (2.6, 3.3), without
+    raising ``inplace_version``.
+    """
+    plain, model = pair(place)
+    for one, scope in ((plain, contextlib.nullcontext()), (model, model.resident(model[3]))):
+        with scope:
+            paddle.nn.utils.parameters_to_vector([one[3].weight, one[3].weight])
+    with model.resident(model[0]):
+        pass
+    assert model[3].weight.shape == plain[3].weight.shape == [WIDTH * WIDTH]
+    assert_same_bits(values(plain), values(model))
+
+
 def test_a_train_step_inside_of_resident_is_refused() -> None:
     model = pair()[1]
     nothing = pytest.raises(OffloadError, match="nothing of this Linear is offloaded")
