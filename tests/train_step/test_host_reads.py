@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,9 @@ def test_a_result_holds_the_values_of_its_step() -> None:
         later.append((result.loss, result.grad_norm))
     assert sorted(later) == sorted(at_once)
     assert [(result.loss, result.grad_norm) for result in results] == at_once
+    unread = [step([batch(k)]) for k in range(3)]
+    copies = pickle.loads(pickle.dumps(unread))
+    assert [(copy.loss, copy.seconds) for copy in copies] == [(r.loss, r.seconds) for r in unread]
 
 
 # ----------------------------------------------------------------------------------- divergence
