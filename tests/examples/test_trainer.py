@@ -28,7 +28,7 @@ def test_the_trainer_learns(tmp_path: Path) -> None:
 
 
 def run_clip() -> str:
-    return run("clip", "--steps", "6", "--pairs", "16", "--chunk-size", "4")
+    return run("clip", "--steps", "10", "--pairs", "16", "--chunk-size", "4")
 
 
 @pytest.mark.skipif(
