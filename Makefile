@@ -133,8 +133,9 @@ SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     $(addprefix app/trainer/test_,same_data.py signals.py without_gain.py) \
     benchmarks $(addprefix distributed/test_,control_port.py control_server.py peer_state.py) \
     $(addprefix docs/test_,figures.py messages.py pages.py site.py story.py) \
-    fuzz/test_readers.py fuzz/test_what_readers_read.py planner/test_report.py planner/test_solve.py \
-    test_layers.py test_options.py test_package.py)
+    fuzz/test_readers.py fuzz/test_what_readers_read.py \
+    $(addprefix planner/test_,report.py solve.py verification.py) \
+    weights/test_init_from.py test_layers.py test_nested.py test_options.py test_package.py)
 
 test26: venv26
 	.venv26/bin/python -m pytest $(PARALLEL) $(SAME_ON_BOTH) $(ARGS)

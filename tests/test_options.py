@@ -60,19 +60,15 @@ def test_all_faults_are_told_at_once() -> None:
     assert str(caught.value).count("received") == 3
 
 
-def test_a_switch_of_paddle_stands_for_dtype_and_level() -> None:
-    amp = AmpConfigs(use_pure_bf16=True)
-    assert (amp.dtype, amp.level) == ("bfloat16", "O2")
-
-
-def test_auto_is_a_list_of_one_word() -> None:
-    assert RecomputeConfig(checkpoints="auto") == RecomputeConfig()  # type: ignore[arg-type]
-
-
 def test_good_values() -> None:
     given = Every("b", 2, 1e-9, True, ["x"], "y", AmpConfigs())
     assert dataclasses.replace(given, count=3).count == 3
     assert Every(names=("x",)).names == ("x",)  # type: ignore[arg-type]
+    amp = AmpConfigs(use_pure_bf16=True)
+    assert (amp.dtype, amp.level) == ("bfloat16", "O2")
+    assert RecomputeConfig(checkpoints="auto") == RecomputeConfig()  # type: ignore[arg-type]
+    sizes = {"7B": 7, "1.5GiB": 3 * 2**29, " 2 MiB": 2**21, "0.5KiB": 512}
+    assert {text: byte_count(text) for text in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -88,6 +84,10 @@ def test_good_values() -> None:
         (lambda: OptimizerConfig("sgd"), "'adamw' or 'lamb' or 'lars'"),  # type: ignore[arg-type]
         (lambda: StaticConfig(accumulate_steps=0), "accumulate_steps: .*at least 1"),
         (lambda: StaticConfig(clip_grad_norm=0.0), "clip_grad_norm: .*greater than 0"),
+        *[
+            (lambda text=text: byte_count(text), "no number of bytes")
+            for text in ("", "12 bananas", "-1", "1e3", "9" * 30 + "B")
+        ],
     ],
 )
 def test_options_that_contradict_each_other_are_refused(make: Any, words: str) -> None:
@@ -102,16 +102,3 @@ def test_yaml_has_the_fields_and_defaults_of_the_library(
     section: type[Section], options: type[Options]
 ) -> None:
     assert section().model_dump() == dataclasses.asdict(options())  # type: ignore[call-overload]
-
-
-@pytest.mark.parametrize(
-    ("text", "number"), [("7B", 7), ("1.5GiB", 3 * 2**29), (" 2 MiB", 2**21), ("0.5KiB", 512)]
-)
-def test_bytes(text: str, number: int) -> None:
-    assert byte_count(text) == number
-
-
-@pytest.mark.parametrize("text", ["", "12 bananas", "-1", "1e3", "9" * 30 + "B"])
-def test_what_is_no_number_of_bytes(text: str) -> None:
-    with pytest.raises(ConfigError, match="no number of bytes"):
-        byte_count(text)

@@ -14,6 +14,7 @@ FAULT = Fault(1, "the update", "ValueError", 3, 0)
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.matrix  # tests/sharding/test_trainer.py kills and resumes a run as well
 @pytest.mark.skipif(selected.is_selected(), reason="the ranks are gloo's")
 def test_all_ranks_end_with_the_cause_and_the_run_goes_on_with_the_same_bits(
     tmp_path: Path,

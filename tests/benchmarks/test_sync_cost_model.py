@@ -58,17 +58,6 @@ def test_overlap_lies_between_the_longer_part_and_fused(step: Step, ranks: int, 
     assert longer * (1 - ROUNDING) <= overlap <= fused * (1 + ROUNDING)
 
 
-@given(steps(), st.integers(1, 1024), links)
-def test_more_ranks_more_latency_and_less_bandwidth_take_no_less(
-    step: Step, ranks: int, link: Link
-) -> None:
-    for seconds in (fused_seconds, overlap_seconds):
-        now = seconds(step, ranks, link) * (1 - ROUNDING)
-        assert seconds(step, ranks + 1, link) >= now
-        assert seconds(step, ranks, Link(link.alpha + 1e-3, link.bytes_per_second)) >= now
-        assert seconds(step, ranks, Link(link.alpha, link.bytes_per_second / 2)) >= now
-
-
 @given(st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
 def test_a_fit_finds_the_link_that_the_figures_were_made_with(alpha: float, rate: float) -> None:
     link = Link(alpha, rate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -75,11 +76,14 @@ after_the_door = st.lists(
 ).map(b"".join)
 
 
-@settings(
+few = settings(
     max_examples=budget.examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+
+
+@few
 @given(said=st.binary(max_size=3000))
 def test_no_stranger_gets_in(port: Port, said: bytes) -> None:
     line = port.stranger()
@@ -90,11 +94,7 @@ def test_no_stranger_gets_in(port: Port, said: bytes) -> None:
     port.assert_alive()
 
 
-@settings(
-    max_examples=budget.examples(60),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@few
 @given(said=after_the_door)
 def test_a_rank_that_talks_nonsense_is_closed_or_heard(port: Port, said: bytes) -> None:
     one = SimulatedRank(port.server, 1)
@@ -187,8 +187,6 @@ def test_a_rank_talks_to_nobody_who_has_taken_the_port() -> None:
         line.sendall(bytes(wire.CHALLENGE_BYTES))
         line.recv(wire.HELLO_BYTES)
         line.sendall(bytes(wire.PROOF_BYTES))
-
-    import threading
 
     threading.Thread(target=answer, daemon=True).start()
     with pytest.raises(ConnectionError, match="does not have the key of this run"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import paddle
 import paddle.distributed as dist
-import pytest
 
 from paddle_recompute.distributed.control_client import peers
 from paddle_recompute.distributed.gloo_lane import lane_of
@@ -48,24 +48,22 @@ def end_in_a_collective(folder: str, exit_code: int | None, peer_lives_on: float
     sys.exit(exit_code)
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "peer_lives_on"),
-    [(None, 1.5), (3, 8.0), (0, 8.0)],
-    ids=["failed", "exit 3, and the peer lives on", "well, and the peer lives on"],
-)
-def test_a_rank_ends_with_its_own_exit_code(
-    exit_code: int | None, peer_lives_on: float, tmp_path: Path
-) -> None:
-    with MortalRanks(
-        end_in_a_collective,
-        folder=str(tmp_path),
-        exit_code=exit_code,
-        peer_lives_on=peer_lives_on,
-    ) as ranks:
-        code, output = ranks.end_of(0, within=60)
-    assert code == (1 if exit_code is None else exit_code), output
-    assert "terminate called" not in output
-    assert ("ValueError: a file is missing" in output) == (exit_code is None)
+def test_a_rank_ends_with_its_own_exit_code(tmp_path: Path) -> None:
+    """Also where its peer lives on. All cases at once: they wait most of the time."""
+    cases = [(None, 1.5), (3, 8.0), (0, 8.0)]
+    with contextlib.ExitStack() as stack:
+        started = []
+        for number, (exit_code, peer_lives_on) in enumerate(cases):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            told = {"exit_code": exit_code, "peer_lives_on": peer_lives_on}
+            ranks = MortalRanks(end_in_a_collective, folder=str(folder), **told)
+            started.append(stack.enter_context(ranks))
+        ends = [ranks.end_of(0, within=60) for ranks in started]
+    for (exit_code, _), (code, output) in zip(cases, ends, strict=True):
+        assert code == (1 if exit_code is None else exit_code), output
+        assert "terminate called" not in output
+        assert ("ValueError: a file is missing" in output) == (exit_code is None)
 
 
 def end_with_a_slow_peer() -> None:

@@ -15,35 +15,20 @@ NUMBER = re.compile(r"\d[\d.,]*\d|\d")
 
 
 @each_page
-def test_the_translation_has_the_same_code(page: Page) -> None:
+def test_the_translation_has_the_same_code_sections_names_tables_and_figures(page: Page) -> None:
     assert page.translation.blocks() == page.blocks()
     assert len(page.blocks()) == page.text.count("\n```") / 2
-
-
-@each_page
-def test_the_translation_has_the_same_sections_names_and_tables(page: Page) -> None:
-    english, chinese = page.sections, page.translation.sections
-    assert [level for level, _ in chinese] == [level for level, _ in english]
-    for (_, here), (_, there) in zip(english, chinese, strict=True):
-        assert sorted(set(re.findall("`(.+?)`", there))) == sorted(set(re.findall("`(.+?)`", here)))
-        assert sum(line.startswith("- ") for line in there.splitlines()) == sum(
-            line.startswith("- ") for line in here.splitlines()
-        )
-    shapes = [
-        [(len(table), len(table[0])) for table in one.tables()] for one in (page, page.translation)
-    ]
-    assert shapes[0] == shapes[1]
-
-
-@each_page
-def test_the_translation_has_the_same_figures(page: Page) -> None:
+    for (level, here), (other, there) in zip(page.sections, page.translation.sections, strict=True):
+        assert other == level
+        for pattern in ("`(.+?)`", r"\d+\.\d+"):
+            assert set(re.findall(pattern, there)) == set(re.findall(pattern, here))
+        counts = [sum(line.startswith("- ") for line in one.splitlines()) for one in (here, there)]
+        assert counts[0] == counts[1]
     for table, translated in zip(page.tables(), page.translation.tables(), strict=True):
-        for row, other in zip(table, translated, strict=True):
-            figures = [sorted(NUMBER.findall(" ".join(one.values()))) for one in (row, other)]
+        assert len(table[0]) == len(translated[0])
+        for row, other_row in zip(table, translated, strict=True):
+            figures = [sorted(NUMBER.findall(" ".join(r.values()))) for r in (row, other_row)]
             assert figures[0] == figures[1]
-    for (_, here), (_, there) in zip(page.sections, page.translation.sections, strict=True):
-        decimals = [sorted(set(re.findall(r"\d+\.\d+", text))) for text in (here, there)]
-        assert decimals[0] == decimals[1]
 
 
 @each_page

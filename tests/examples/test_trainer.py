@@ -41,8 +41,3 @@ def test_clip_learns_on_two_ranks() -> None:
     assert re.search(r"after:   image to word R@1 \d\.\d+  word to image R@1 \d\.\d+", out)
     assert "image.backbone.layer4.* (2 x BasicBlock)" in out
     assert "text.blocks.layers.* (2 x TransformerEncoderLayer)" in out
-
-
-@pytest.mark.parametrize("script", ["trainer.py", "clip.py"])
-def test_it_is_short_enough_to_copy(script: str) -> None:
-    assert len((EXAMPLES / script).read_text(encoding="utf-8").splitlines()) < 150

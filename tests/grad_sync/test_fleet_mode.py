@@ -107,13 +107,6 @@ def half_precision() -> str:
     return message_of(lambda: GradientSync([weight(dtype="float16")], mode="fleet"))
 
 
-def main_grad() -> str:
-    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
-
-    model = MixPrecisionLayer(paddle.nn.Linear(2, 2), dtype="bfloat16")
-    return message_of(lambda: GradientSync(model, mode="fleet"))
-
-
 def no_parameter() -> str:
     tensor = paddle.ones([2])
     tensor.stop_gradient = False
@@ -129,7 +122,6 @@ if not IS_26:  # 2.6 has no such flag
     FAILURES[summing] = "would sum the gradients of the ranks"
 REFUSALS: dict[Callable[[], str], str] = {
     half_precision: "is float16: gloo's sum of float16 is wrong",
-    main_grad: "keeps its gradient in main_grad (fleet's MixPrecisionLayer)",
     no_parameter: "is a Tensor and not a Parameter",
 }
 

@@ -292,14 +292,6 @@ def check_a_step_without_a_gradient_leaves_its_residual() -> None:
     assert owed[1:] == owed[:1] * 3
 
 
-def check_main_grad_is_refused() -> None:
-    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
-
-    model = MixPrecisionLayer(paddle.nn.Linear(2, 2), dtype="bfloat16")
-    message = message_of(lambda: GradientSync(model))
-    assert "keeps its gradient in main_grad (fleet's MixPrecisionLayer)" in message
-
-
 CHECKS = [
     check_all_steps,
     check_what_is_added_later,
@@ -309,7 +301,6 @@ CHECKS = [
     check_a_change_inside_is_kept,
     check_half_precision,
     check_a_step_without_a_gradient_leaves_its_residual,
-    check_main_grad_is_refused,
 ]
 if not IS_26:  # which makes no parameter without elements
     CHECKS.append(check_a_parameter_without_elements)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,12 @@ from paddle_recompute import ContrastiveLoss, GradCache, GradientSync, OffloadSe
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute.errors import ConfigError, OffloadError, RecomputeError
+from tests.bits import assert_same_bits, values_of
 from tests.distributed.mortal_ranks import MortalRanks
 from tests.fake_device import selected
 from tests.offload.chains import (
     WIDTH,
     adamw,
-    assert_same_bits,
     batch,
     cross_entropy,
     encoder_layers,
@@ -53,12 +52,6 @@ def _train(offload: str, optimizer: str = "adamw", options: Any = None, **how: A
     return train(chain(offload, **(options or {})), make=OPTIMIZERS[optimizer], **how)
 
 
-def assert_same_runs(expected: Sequence[Any], actual: Sequence[Any]) -> None:
-    for (weights, figures), (same_weights, same_figures) in zip(expected, actual, strict=True):
-        assert figures == same_figures
-        assert_same_bits(weights, same_weights)
-
-
 class _Encoder(paddle.nn.Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -74,23 +67,28 @@ def encoders(number: int = 4) -> list[paddle.nn.Layer]:
     return [_Encoder() for _ in range(number)]
 
 
-def _cached(offload: str, rows: list[int]) -> Any:
-    """Steps of so many rows, in chunks of two."""
-    model = chain(offload, encoders(), **({} if offload == "plain" else {"num_shards": 4}))
+def _told(step: TrainStep, number: int, rows: int, sides: int = 1) -> tuple[float, float]:
+    """Loss and norm of a step of so many rows, which each rank draws for itself."""
+    rank = dist.get_rank()
+    rng = np.random.default_rng([number, rank])
+    inputs = tuple(paddle.to_tensor(rng.random([rows, WIDTH], "float32")) for _ in range(sides))
+    paddle.seed(10 * number + rank)
+    result = step([inputs if sides > 1 else inputs[0]])
+    return result.loss, result.grad_norm
+
+
+def _cached(offload: str) -> Any:
+    """In chunks of two."""
+    model = chain(offload, encoders(), num_shards=4)
     cache = GradCache(model, ContrastiveLoss(temperature=0.1), chunk_size=2)
     step = TrainStep(model, optimizer_of(model), grad_cache=cache, clip_grad_norm=0.5)
-    told = []
-    for number, size in enumerate(rows):
-        rng = np.random.default_rng([number, dist.get_rank()])
-        sides = [paddle.to_tensor(rng.random([size, WIDTH], "float32")) for _ in range(2)]
-        paddle.seed(10 * number + dist.get_rank())
-        result = step([tuple(sides)])
-        told.append((result.loss, result.grad_norm))
-    return {name: value.numpy() for name, value in model.state_dict().items()}, told
+    told = [_told(step, number, rows=6, sides=2) for number in range(3)]
+    return values_of(model), told
 
 
-def _called_often(offload: str, often: list[int]) -> Any:
-    """Steps that call the chain so often on its own output: more often than before is late."""
+def _called_often(offload: str) -> Any:
+    """Steps that call the chain on its own output: more often than before is late."""
+    often = [1, 1, 2, 1, 3]
     model, calls = chain(offload, encoders(), num_shards=4), iter(often)
 
     def loss(model: Any, x: paddle.Tensor) -> Any:
@@ -99,12 +97,8 @@ def _called_often(offload: str, often: list[int]) -> Any:
         return x.square().mean()
 
     step = TrainStep(model, optimizer_of(model), loss_fn=loss, clip_grad_norm=0.5)
-    told = []
-    for number in range(len(often)):
-        x = np.random.default_rng([number, dist.get_rank()]).random([6, WIDTH], "float32")
-        result = step([paddle.to_tensor(x)])
-        told.append((result.loss, result.grad_norm))
-    return {name: value.numpy() for name, value in model.state_dict().items()}, told
+    told = [_told(step, number, rows=6) for number in range(len(often))]
+    return values_of(model), told
 
 
 def _frozen_and_shared(offload: str) -> Any:
@@ -113,102 +107,53 @@ def _frozen_and_shared(offload: str) -> Any:
     layers.insert(2, paddle.nn.BatchNorm1D(WIDTH))
     for parameter in layers[1].parameters():
         parameter.stop_gradient = True
-    model = chain(offload, layers, **({} if offload == "plain" else {"num_shards": 4}))
+    model = chain(offload, layers, num_shards=4)
     step = TrainStep(
         model, optimizer_of(model), loss_fn=lambda m, x: m(x).square().mean(), clip_grad_norm=0.5
     )
     told = []
     for number in range(4):
-        rng = np.random.default_rng([number, dist.get_rank()])
-        rows = 6 + dist.get_rank()  # so the ranks count differently
-        result = step([paddle.to_tensor(rng.random([rows, WIDTH], "float32"))])
-        told.append((result.loss, result.grad_norm))
+        told.append(_told(step, number, rows=6 + dist.get_rank()))  # the ranks count differently
         model.eval()
         with paddle.no_grad():
             told.append((float(model(paddle.ones([2, WIDTH])).sum()), 0.0))
         model.train()
-    return {name: value.numpy() for name, value in model.state_dict().items()}, told
+    return values_of(model), told
 
 
-def _evaluated_before_the_update(offload: str) -> Any:
-    """A loop of one's own, with frozen parameters."""
-    layers = encoder_layers()
-    for parameter in layers[1].linear1.parameters():
-        parameter.stop_gradient = True
-    model = chain(offload, layers)
-    optimizer, sync = optimizer_of(model), GradientSync(model)
-    seen = []
-    for number in range(3):
-        tokens, labels = batch(number, 0, dist.get_rank())
-        with sync.last_backward():
-            cross_entropy(model, (tokens, labels)).backward()
-        model.eval()
-        with paddle.no_grad():
-            seen.append((float(model(tokens).sum()), 0.0))
-            optimizer.step()
-            optimizer.clear_grad()
-            seen.append((float(model(tokens).sum()), 0.0))
-        model.train()
-    return {name: value.numpy() for name, value in model.state_dict().items()}, seen
-
-
-def _read_and_written(offload: str) -> Any:
-    """All ranks do it together."""
-    model = chain(offload)
-    weights = [layer.linear1.weight for layer in list(model)[1:4]]
-    before = weights[0].numpy()
-    with paddle.no_grad():
-        weights[0].set_value(paddle.ones(weights[0].shape))
-        weights[1].set_value(weights[1].numpy() * 0.5)
-        model.state_dict()["3.linear1.weight"].set_value(paddle.zeros(weights[2].shape))
-    model.set_state_dict({"1.linear2.bias": paddle.full([WIDTH], 3.0)})
-    model.eval()
-    found = [before, model(batch(0, 0)[0]).numpy(), *(p.numpy() for p in model.parameters())]
-    return {str(number): one for number, one in enumerate(found)}, []
-
-
-LATE = {"often": [1, 1, 2, 1, 3]}
 OF_THE_CHAIN = (
     {"prefetch": 0},
     {"prefetch": 2},
     {"checkpoint_activations": False},
     {"num_shards": 2},
 )
-SAME: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
+SAME: dict[str, tuple[Any, str, dict[str, Any]]] = {
     **{
-        f"{optimizer}, {number} micro-batches": (
-            *(_train, "plain", {"optimizer": optimizer, "accumulate": number}),
-            {},
+        f"{name}, {number} micro-batches": (
+            _train,
+            "plain",
+            {"optimizer": name, "accumulate": number},
         )
-        for optimizer, number in (("adamw", 1), ("adamw", 2), ("momentum", 2), ("lamb", 1))
+        for name, number in (("adamw", 2), ("momentum", 1), ("lamb", 2))
     },
-    **{str(options): (_train, "plain", {}, {"options": options}) for options in OF_THE_CHAIN},
-    "gradient cache": (_cached, "plain", {"rows": [6, 6, 6]}, {}),
-    "what comes late": (_called_often, "host", LATE, {}),
-    "frozen, shared, evaluated": (_frozen_and_shared, "plain", {}, {}),
-    "read and written": (_read_and_written, "plain", {}, {}),
-    "evaluated before the update": (_evaluated_before_the_update, "plain", {}, {}),
+    **{str(options): (_train, "plain", {"options": options}) for options in OF_THE_CHAIN},
+    "gradient cache": (_cached, "plain", {}),
+    "what comes late": (_called_often, "host", {}),
+    "frozen, shared, evaluated": (_frozen_and_shared, "plain", {}),
 }
-"""What runs, the chain that has the same bits, the arguments of both, and those of ``"ranks"``."""
+"""What runs, the chain that has the same bits, and the arguments of both."""
+
+
+def _both(run: Any, other: str, **arguments: Any) -> list[Any]:
+    """What `run` gives on this rank, in the way of another chain and by ``offload="ranks"``."""
+    return [run(way, **arguments) for way in (other, "ranks")]
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_two_ranks_have_the_bits_of_the_plain_chain(name: str) -> None:
-    run, other, arguments, own = SAME[name]
-    expected, actual = zip(
-        *run_ranks(_both, 2, run=run, ways=(other, "ranks"), own=own, **arguments), strict=True
-    )
-    assert_same_runs(expected, actual)
-
-
-def _both(run: Any, ways: tuple[str, str], own: dict[str, Any], **arguments: Any) -> list[Any]:
-    """What `run` gives on this rank, in the way of another chain and by ``offload="ranks"``."""
-    other, ranks = ways
-    return [run(other, **arguments), run(ranks, **arguments, **own)]
-
-
-def test_one_rank_owns_all() -> None:
-    assert_same_runs([_train("plain")], [_train("ranks")])
+    run, other, arguments = SAME[name]
+    ranks = run_ranks(_both, 2, run=run, other=other, **arguments)
+    assert_same_bits(*zip(*ranks, strict=True))
 
 
 def _resumed(offload: str, state: Any = None, first: int = 0, last: int = 2) -> Any:
@@ -225,8 +170,8 @@ def _resumed(offload: str, state: Any = None, first: int = 0, last: int = 2) -> 
     for number in range(first, last):
         step([batch(number, 0)])
     kept = step.state_dict(keep=dist.get_rank() == 0)["optimizer"]
-    moments = {name: np.asarray(one) for name, one in kept.items()}
-    return {name: value.numpy() for name, value in model.state_dict().items()}, moments
+    moments = {name: np.asarray(kept[name]) for name in sorted(kept)}
+    return values_of(model), moments
 
 
 @pytest.fixture(scope="module")
@@ -239,19 +184,14 @@ def states() -> dict[str, Any]:
     }
 
 
-def assert_same_states(one: Any, other: Any) -> None:
-    for expected, actual in zip(one, other, strict=True):
-        assert_same_bits(*({k: state[k] for k in sorted(state)} for state in (expected, actual)))
-
-
 @on_cpu
 def test_a_state_goes_on_with_any_number_of_ranks_and_without(states: dict[str, Any]) -> None:
-    assert_same_states(states["plain"], states["one"])
-    assert_same_states(states["plain"], states["two"])
+    assert_same_bits(states["plain"], states["one"])
+    assert_same_bits(states["plain"], states["two"])
     weights, moments = _resumed("plain", state=states["two"], **GOES_ON)
     for source in ("plain", "two"):
         found = run_ranks(_resumed, 2, offload="ranks", state=states[source], **GOES_ON)
-        assert_same_states((weights, moments), found[0])
+        assert_same_bits((weights, moments), found[0])
         assert found[1][1] == {}  # keep=False
 
 
@@ -279,8 +219,8 @@ def test_three_ranks_have_the_bits_of_a_chain_on_the_host(
     three_ranks: list[dict[str, Any]],
 ) -> None:
     """The plain chain sums three ranks up in other buffers, so in another order."""
-    assert_same_runs([one["host"] for one in three_ranks], [one["ranks"] for one in three_ranks])
-    assert_same_states(three_ranks[0]["resumed on the host"], three_ranks[0]["resumed"])
+    assert_same_bits([one["host"] for one in three_ranks], [one["ranks"] for one in three_ranks])
+    assert_same_bits(three_ranks[0]["resumed on the host"], three_ranks[0]["resumed"])
 
 
 STRIDES = "FLAGS_use_stride_kernel"
@@ -303,7 +243,7 @@ def test_the_bits_do_not_depend_on_whether_slices_are_views(
 ) -> None:
     """It trained zeros where they are none; in the other tests here they are."""
     plain, ranks = ([one[way] for one in without_strides] for way in ("plain", "ranks"))
-    assert_same_runs(plain, ranks)
+    assert_same_bits(plain, ranks)
 
 
 def _what_is_where() -> Any:

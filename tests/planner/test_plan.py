@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,6 @@ from paddle_recompute.planner import (
 )
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.planner.policies import uniform
-from paddle_recompute.planner.recompute_plan import RecomputePlan as Plan
 from paddle_recompute.recompute import recompute_wrapper
 
 pytestmark = pytest.mark.skipif(
@@ -97,7 +97,7 @@ def job_of(name: str) -> Job:
     paddle.seed(0)
     if name == "gradient cache":
         model = paddle.nn.Sequential(encoder(), Mean())
-        cache = GradCache(model, ContrastiveLoss(temperature=0.1), chunk_size=4)
+        cache = GradCache(model, ContrastiveLoss(temperature=0.1), chunk_size=8)
         batch = paddle.randn([16, 8, 32]), paddle.randn([16, 8, 32])
         return Job(model, batch, None, grad_cache=cache)
     if name == "two towers":
@@ -138,7 +138,6 @@ class Masked(paddle.nn.Layer):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = paddle.nn.Linear(width, width)
-        self.layer_idx = next(COUNT)
 
     def forward(self, x: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
         scores = paddle.nn.functional.softmax(self.linear(x) + mask)
@@ -159,9 +158,6 @@ class OneMask(paddle.nn.Layer):
         return x
 
 
-COUNT = itertools.count()
-
-
 class Mean(paddle.nn.Layer):
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         return x.mean(axis=1)
@@ -176,10 +172,6 @@ def costs_of(name: str) -> StepCosts:
     return job_of(name).measure(only_bytes=True)
 
 
-def make(costs: Any, choices: Any, job: Job) -> Plan:
-    return Plan(2**40, costs, tuple(choices), job.signature())
-
-
 def planned(job: Job, budget: int, **options: Any) -> RecomputePlan:
     return plan(
         job.model,
@@ -192,38 +184,68 @@ def planned(job: Job, budget: int, **options: Any) -> RecomputePlan:
     )
 
 
-def peaks(job: Job, costs: StepCosts, choices: Any) -> tuple[int, int]:
-    """The predicted one and the measured one, in bytes."""
-    predicted = simulate(costs, choices).peak.bytes
-    return predicted, measured_peak(job, make(costs, choices, job))
+def peaks(job: Job, costs: StepCosts, choices: Sequence[Choice]) -> tuple[int, int]:
+    """The predicted one and the measured one, in bytes above what is there before a step."""
+    found = RecomputePlan(2**40, costs, tuple(choices), job.signature())
+    return found.peak_bytes - costs.base, measured_peak(job, found) - costs.base
 
 
-@pytest.mark.parametrize("name", JOBS)
+POLICIES = {
+    # All alike; segments; the blocks' neighbours have other options.
+    "encoder": ("PPPP", "WWWW", "JJKK", "PJJJ", "JJJJ"),
+    # Of both towers. Their backwards take turns: 7 and 3, 6 and 2, and so on.
+    "two towers": (*("PPPPPPPP", "WWWWWWWW", "WWWPPPPP", "WWWWPPPP", "WWWWWWPP", "PPPPPWWW"),
+                   *("PPPWPPPP", "PPPPPPPW", "WPWWPPPP")),
+    "u-net": ("PPPPP", "WWWWW"),
+    # An LSTM keeps a copy of its input instead of it.
+    "lstm": ("PPPP", "WWWW", "PPPW", "PWPW", "WPPW", "WJJP", "PJJW"),
+    # The second pass has the addresses of the first.
+    "gradient cache": ("PPPP", "WWWW", "PPWW", "WPPW", "PJJW", "JJWP"),
+    # The mask stays, as some block keeps it; what each keeps of its input is its own.
+    "one mask": ("PPPW", "WPPP", "PWWP", "JJPP", "WWWW"),
+}  # fmt: skip
+"""How each call is treated: plain, recomputed as a whole, or joined with its neighbours."""
+
+
+SLACK = {
+    "two towers": (0.0, IN_TURNS),
+    "lstm": (0.5 * CLOSE, 3 * CLOSE),
+    "one mask": (0.5 * CLOSE, 3 * CLOSE),
+    # Up to 3.2 % too much was seen: some multiples of 4 KiB, others in each run. Why is not known.
+    "gradient cache": (0.5 * CLOSE, 6 * CLOSE),
+}
+"""The shares by which a mixture may be predicted too low and too high; nothing for others."""
+
+
+def choices_of(policy: str, num_calls: int) -> list[Choice]:
+    """`policy` over and over, for each pass through the blocks."""
+    found = []
+    for start in range(0, num_calls, len(policy)):
+        place = start
+        for letter, group in itertools.groupby(policy):
+            length = len([*group])
+            if letter in "PW":
+                option = "plain" if letter == "P" else "whole"
+                found += [Choice(n, n, option) for n in range(place, place + length)]
+            else:
+                found.append(Choice(place, place + length - 1, JOINED))
+            place += length
+    return found
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
-    job = job_of(name)
-    costs = costs_of(name)
-    for option in costs.calls[0].options:
-        predicted, measured = (
-            one - costs.base for one in peaks(job, costs, uniform(costs, option))
-        )
-        slack = IN_TURNS * measured if name in ("two towers", "gradient cache") else EXACT
-        assert -EXACT <= predicted - measured <= slack, option
+    job, costs = job_of(name), costs_of(name)
+    for policy in POLICIES[name]:
+        predicted, measured = peaks(job, costs, choices_of(policy, len(costs.calls)))
+        less, more = SLACK.get(name, (0.0, 0.0))
+        if len({*policy}) == 1 and name != "one mask":  # no call is beside another option
+            less, more = 0.0, IN_TURNS if name in ("two towers", "gradient cache") else 0.0
+        difference = predicted - measured
+        assert -EXACT - less * measured <= difference <= EXACT + more * measured, policy
 
 
-def test_segments_are_predicted() -> None:
-    job = job_of("encoder")
-    costs = costs_of("encoder")
-    for choices in (
-        [Choice(0, 1, JOINED), Choice(2, 3, JOINED)],
-        [Choice(0, 0, "plain"), Choice(1, 3, JOINED)],
-        [Choice(0, 3, JOINED)],
-    ):
-        predicted, measured = peaks(job, costs, choices)
-        assert abs(predicted - measured) <= EXACT
-
-
-@pytest.mark.parametrize("segments", [1, 2, "auto"])
-@pytest.mark.parametrize("name", ["encoder", "lstm"])
+@pytest.mark.parametrize(("name", "segments"), [("encoder", 2), ("lstm", "auto")])
 def test_the_policy_of_segments_is_predicted(name: str, segments: Any) -> None:
     job = job_of(name)
     config = RecomputeConfig(policy="segments", segments=segments)
@@ -237,50 +259,6 @@ def test_the_policy_of_segments_is_predicted(name: str, segments: Any) -> None:
         job.step()
         peak = memory.peak_bytes() - before
     assert abs(found.costs.base + peak - found.peak_bytes) <= EXACT
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_a_plan_stays_within_its_budget_and_uses_it(name: str) -> None:
-    job = job_of(name)
-    costs = costs_of(name)
-    high = simulate(costs, uniform(costs, "plain")).peak.bytes
-    low = simulate(costs, uniform(costs, "whole")).peak.bytes
-    for part in (0.25, 0.6, 0.9):
-        budget = int(low + (high - low) * part)
-        first = make_plan(costs, budget, signature="", checkpoints=job.checkpoints)
-        found = verified(job, first)
-        assert found.measured_bytes is not None and found.measured_bytes <= budget
-        assert found.extra_seconds >= 0
-
-
-MIXTURES = {
-    # An LSTM keeps a copy of its input instead of it.
-    "lstm": ("PPPW", "PWPW", "WPPW", "WJJP", "PJJW"),
-    # The second pass has the addresses of the first.
-    "gradient cache": ("PPWW", "WPPW", "PJJW", "JJWP"),
-    # The mask stays, as some block keeps it; what each keeps of its input is its own.
-    "one mask": ("PPPW", "WPPP", "PWWP", "JJPP", "WWWW"),
-}
-OPTION = {"P": "plain", "W": "whole", "J": JOINED}
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_neighbours_with_different_options_are_predicted(name: str) -> None:
-    job = job_of(name)
-    costs = costs_of(name)
-    for mixture in MIXTURES[name]:
-        choices = []
-        for start in range(0, len(costs.calls), 4):
-            for place, letter in enumerate(mixture):
-                if letter == "J" and place and mixture[place - 1] == letter:
-                    continue
-                last = place + mixture.count(letter) - 1 if letter == "J" else place
-                choices.append(Choice(start + place, start + last, OPTION[letter]))
-        predicted, measured = (one - costs.base for one in peaks(job, costs, choices))
-        # Up to 3.2 % too much was seen with the gradient cache: some multiples of 4 KiB, others in
-        # each run. Why is not known.
-        most = (6 if name == "gradient cache" else 3) * CLOSE
-        assert -0.5 * CLOSE * measured <= predicted - measured <= most * measured, mixture
 
 
 def gradients_of(job: Job, found: RecomputePlan | None, steps: int = 2) -> list[Any]:
@@ -299,46 +277,22 @@ def gradients_of(job: Job, found: RecomputePlan | None, steps: int = 2) -> list[
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_gradients_are_those_of_the_plain_step(name: str) -> None:
-    job = job_of(name)
-    costs = costs_of(name)
-    low = simulate(costs, uniform(costs, "whole")).peak.bytes
-    high = simulate(costs, uniform(costs, "plain")).peak.bytes
-    found = make_plan(costs, (low + high) // 2, signature="", checkpoints=job.checkpoints)
+def test_a_plan_stays_within_its_budget_and_has_the_gradients_of_the_plain_step(name: str) -> None:
+    job, costs = job_of(name), costs_of(name)
     state = {key: value.numpy().copy() for key, value in job.model.state_dict().items()}
     plain = gradients_of(job, None)
-    job.model.set_state_dict(state)
-    others = gradients_of(job, found)
-    assert plain and len(plain) == len(others)
-    assert all(np.array_equal(one, other) for one, other in zip(plain, others, strict=True))
-
-
-@pytest.mark.parametrize("whole", [range(3), range(4), range(6), range(5, 8), [3], [7], [0, 2, 3]])
-def test_a_call_that_has_begun_holds_its_bytes_while_another_one_runs(whole: Sequence[int]) -> None:
-    """The towers' backwards take turns: 7 and 3, 6 and 2, and so on."""
-    job = job_of("two towers")
-    costs = costs_of("two towers")
-    choices = [Choice(n, n, "whole" if n in whole else "plain") for n in range(8)]
-    predicted, measured = peaks(job, costs, choices)
-    assert 0 <= predicted - measured <= IN_TURNS * measured
-
-
-def test_planning_leaves_no_trace() -> None:
-    job = job_of("u-net")
-    paddle.seed(3)
-    state = {key: value.numpy().copy() for key, value in job.model.state_dict().items()}
-    gc.collect()
-    before = memory.current_bytes()
-    first = paddle.randn([4]).numpy()
-    paddle.seed(3)
-    job.measure()
-    gc.collect()
-    assert np.array_equal(paddle.randn([4]).numpy(), first)
-    assert memory.current_bytes() <= before + EXACT
-    assert all(p.grad is None for p in job.model.parameters())
-    assert all(
-        np.array_equal(value.numpy(), state[key]) for key, value in job.model.state_dict().items()
-    )
+    high = simulate(costs, uniform(costs, "plain")).peak.bytes
+    low = simulate(costs, uniform(costs, "whole")).peak.bytes
+    for part in (0.25, 0.8):
+        job.model.set_state_dict(state)
+        budget = int(low + (high - low) * part)
+        first = make_plan(costs, budget, signature="", checkpoints=job.checkpoints)
+        found = verified(job, first)
+        assert found.measured_bytes is not None and found.measured_bytes <= budget
+        assert found.extra_seconds >= 0
+        others = gradients_of(job, found)
+        assert plain and len(plain) == len(others)
+        assert all(map(np.array_equal, plain, others))
 
 
 def test_moments_are_counted_before_they_exist() -> None:
@@ -354,8 +308,9 @@ def test_moments_are_counted_before_they_exist() -> None:
     assert memory.peak_bytes() == pytest.approx(found.peak_bytes, abs=1024)
 
 
-@pytest.mark.parametrize("keeps", [None, False], ids=["the default", "set_to_zero=False"])
-@pytest.mark.parametrize("name", ["encoder", "one encoder twice"])
+@pytest.mark.parametrize(
+    ("name", "keeps"), [("encoder", None), ("encoder", False), ("one encoder twice", None)]
+)
 def test_a_loop_of_ones_own_stays_within_the_budget(name: str, keeps: bool | None) -> None:
     """``optimizer.clear_grad()`` keeps the gradients, set to zero, if it is not told otherwise."""
     job = job_of(name)
@@ -402,7 +357,7 @@ def test_gradients_that_micro_batches_add_to_are_counted_once() -> None:
     costs = job.measure()
     assert all(p.grad is None for p in model.parameters())
     for option in ("plain", "whole"):
-        found = make(costs, uniform(costs, option), job)
+        found = RecomputePlan(2**40, costs, tuple(uniform(costs, option)), job.signature())
         found.apply(model)
         step([batch] * 2)
         gc.collect()
@@ -412,15 +367,6 @@ def test_gradients_that_micro_batches_add_to_are_counted_once() -> None:
         found.remove(model)
         assert measured == pytest.approx(found.peak_bytes, abs=1024), option
         assert measured_peak(job, found) == pytest.approx(found.peak_bytes, abs=1024), option
-
-
-def test_another_batch_is_estimated_from_small_ones() -> None:
-    job = job_of("encoder")
-    found = estimate(job.model, job.batch, job.loss_fn, batch_size=40)
-    large = paddle.randn([40, 16, 32])
-    measured = estimate(job.model, large, job.loss_fn)
-    batch_and_sample = 8 * 16 * 32 * 4  # the sample batch is there as well
-    assert abs(found.peak_bytes - measured.peak_bytes) <= batch_and_sample
 
 
 class InBatch(paddle.nn.Layer):
@@ -436,103 +382,104 @@ class InBatch(paddle.nn.Layer):
         return x + paddle.matmul(scores, hidden)
 
 
-def test_rows_that_meet_in_a_block_are_estimated_from_small_batches() -> None:
-    model, large = paddle.nn.Sequential(*[InBatch() for _ in range(3)]), paddle.randn([512, 16])
-
-    found = estimate(model, large[:64], squared, batch_size=512)
-    measured = estimate(model, large, squared)
-    assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=CLOSE)
+@pytest.mark.parametrize("kind", ["encoder", "rows that meet"])
+def test_a_large_batch_is_estimated_from_small_ones(kind: str) -> None:
+    """Also where each row meets every other one."""
+    model, few, many = encoder(), [8, 16, 32], [40, 16, 32]
+    allowed = {"abs": 8 * 16 * 32 * 4}  # the sample batch is there as well
+    if kind != "encoder":
+        model = paddle.nn.Sequential(*[InBatch() for _ in range(3)])
+        few, many, allowed = [64, 16], [512, 16], {"rel": CLOSE}
+    sample = paddle.randn(few)
+    found = estimate(model, sample, squared, batch_size=many[0])
+    measured = estimate(model, paddle.randn(many), squared)
+    assert found.peak_bytes == pytest.approx(measured.peak_bytes, **allowed)
 
 
 @pytest.mark.parametrize("in_cache", [True, False])
 def test_gradients_of_the_loss_stay_as_they_are(in_cache: bool) -> None:
     """Those that a measurement leaves would be part of the first update."""
-    model, loss = encoder(1), ContrastiveLoss(learnable_temperature=True)
+    model = paddle.nn.Sequential(encoder(1), Mean())
+    loss = ContrastiveLoss(learnable_temperature=True)
     batch = (paddle.randn([4, 8, 32]), paddle.randn([4, 8, 32]))
-
-    def pooled(x: Any) -> Any:
-        return model(x).mean(axis=1)
-
-    class Pooled(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = model
-
-        def forward(self, x: Any) -> Any:
-            return pooled(x)
-
-    whole = Pooled()
-    optimizer = paddle.optimizer.AdamW(parameters=[*whole.parameters(), *loss.parameters()])
-    how: dict[str, Any] = {"grad_cache": GradCache(whole, loss, chunk_size=2)}
+    optimizer = paddle.optimizer.AdamW(parameters=[*model.parameters(), *loss.parameters()])
+    how: dict[str, Any] = {"grad_cache": GradCache(model, loss, chunk_size=2)}
     if not in_cache:
         how = {"loss_fn": lambda m, b: loss(m(b[0]), m(b[1])), "optimizer": optimizer}
-    estimate(whole, batch, **how)
+    estimate(model, batch, **how)
     assert all(one.grad is None for one in loss.parameters())
-    loss(whole(batch[0]), whole(batch[1])).backward()
-    for one in whole.parameters():
+    loss(model(batch[0]), model(batch[1])).backward()
+    for one in model.parameters():
         one.clear_gradient(False)
     with pytest.raises(PlanError, match="has a gradient; plan between two steps"):
-        plan(whole, batch, memory_budget="1GiB", **how)
+        plan(model, batch, memory_budget="1GiB", **how)
     assert all(one.grad is not None for one in loss.parameters())
 
 
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [
-        (lambda loss: (loss,), "returns tuple"),
-        (float, "returns float"),
-        (lambda loss: loss.detach(), "needs no gradient"),
-        (lambda loss: loss.astype("int64"), "needs no gradient"),
-    ],
-)
-def test_a_loss_without_a_backward_is_refused(returned: Any, words: str) -> None:
-    model, batch = encoder(1), paddle.randn([2, 4, 32])
-    with pytest.raises(PlanError, match=words):
-        estimate(model, batch, lambda model, batch: returned(model(batch).mean()))
+def refused_numbers(number: Any) -> list[Callable[[], Any]]:
+    model, batch = paddle.nn.Linear(2, 2), paddle.ones([2, 2])
+    return [
+        lambda: estimate(model, batch, squared, batch_size=number, checkpoints=["*"]),
+        lambda: find_batch_size(model, batch, squared, memory_budget=2**30, local_batch=number),
+    ]
 
 
 @pytest.mark.parametrize("given", [0, -2, 1.5, "3", True])
 def test_numbers_that_are_none_are_refused(given: Any) -> None:
-    model, batch = paddle.nn.Linear(2, 2), paddle.ones([2, 2])
-
-    def loss_fn(model: Any, batch: Any) -> Any:
-        return model(batch).mean()
-
-    with pytest.raises(ConfigError, match="batch_size: received"):
-        estimate(model, batch, loss_fn, batch_size=given, checkpoints=["*"])
-    for budget, rows, name in ((2**30, given, "local_batch"), ("much", 4, "memory_budget")):
+    for call, name in zip(refused_numbers(given), ("batch_size", "local_batch"), strict=True):
         with pytest.raises(ConfigError, match=f"{name}: "):
-            find_batch_size(model, batch, loss_fn, memory_budget=budget, local_batch=rows)
+            call()
 
 
-def test_the_largest_micro_batch_is_found_and_verified() -> None:
-    job = job_of("encoder")
-    assert job.loss_fn is not None
-    budget = 3 * estimate(job.model, job.batch, job.loss_fn).peak_bytes
-    found = find_batch_size(
-        job.model, job.batch, job.loss_fn, memory_budget=budget, local_batch=192
-    )
-    assert found.rows * found.accumulate_steps == 192
-    assert found.plan.measured_bytes is not None and found.plan.measured_bytes <= budget
-    assert found.rows > 24  # what fits without recompute
-    assert "largest batch" in str(found)
-    with pytest.raises(PlanError, match="a batch of one row"):
-        find_batch_size(job.model, job.batch, job.loss_fn, memory_budget=9, local_batch=4)
+def measured_never(model: Any, batch: Any) -> Any:
+    raise AssertionError("it was called")
 
 
-def test_a_budget_that_is_too_small_is_refused() -> None:
-    job = job_of("encoder")
-    with pytest.raises(PlanError, match=r"the smallest feasible budget is .*Its peak is") as error:
-        planned(job, 1000)
-    number = int(str(error.value).partition("(")[2].partition(" bytes")[0])
-    found = planned(job, number + 4096)
-    assert found.measured_bytes is not None
-    assert "smallest feasible budget" in str(found)
+def loss_of(returned: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Of one encoder: what `returned` makes of its mean."""
+    return lambda model, batch: returned(model(batch).mean())
+
+
+def wrapped(job: Job) -> Job:
+    recompute_wrapper(job.model.layers[0])
+    return job
+
+
+def with_a_gradient(job: Job) -> Job:
+    job.step()
+    return job
+
+
+def with_loss(loss_fn: Any) -> Callable[[Job], Job]:
+    return lambda job: replace(job, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (with_loss(loss_of(lambda loss: (loss,))), {}, "returns tuple"),
+        (with_loss(loss_of(float)), {}, "returns float"),
+        (with_loss(loss_of(lambda loss: loss.detach())), {}, "needs no gradient"),
+        (with_loss(loss_of(lambda loss: loss.astype("int64"))), {}, "needs no gradient"),
+        (with_loss(None), {}, "neither of loss_fn"),
+        (wrapped, {}, "is recomputed already"),
+        (with_a_gradient, {}, "has a gradient"),
+        (lambda job: job, {"offload": "disk"}, "policy.*all"),
+        *[
+            (with_loss(measured_never), {"budget": budget}, "bytes")
+            for budget in ("8 bananas", None, True, 0, -1, math.nan)
+        ],
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    make: Callable[[Job], Job], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((PlanError, ConfigError), match=message):
+        planned(make(job_of("encoder")), **{"budget": 2**40, **options})
 
 
 def test_a_plan_is_kept_in_a_file(tmp_path: Path) -> None:
-    job = job_of("encoder")
-    found = planned(job, 2**40)
+    found = planned(job_of("encoder"), 2**40)
     found.save(tmp_path / "plan.json")
     again = RecomputePlan.load(tmp_path / "plan.json")
     assert again == found and again.hash == found.hash
@@ -543,68 +490,29 @@ def test_a_plan_is_kept_in_a_file(tmp_path: Path) -> None:
         again.apply(UNet())
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("wrapped", "is recomputed already"),
-        ("a gradient", "has a gradient"),
-        ("no loss", "neither of loss_fn"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(what: str, message: str) -> None:
-    job = job_of("encoder")
-    if what == "wrapped":
-        recompute_wrapper(job.model.layers[0])
-    elif what == "a gradient":
-        job.step()
-    with pytest.raises((PlanError, ValueError), match=message):
-        planned(replace(job, loss_fn=None) if what == "no loss" else job, 2**40)
-
-
-def test_inputs_off_the_device_are_refused_in_a_plan() -> None:
-    job = job_of("encoder")
-    for refused in (
-        lambda: planned(job, 2**40, offload="disk"),
-        lambda: RecomputeConfig(policy="budget", memory_budget=2**30, offload="disk"),
-    ):
-        with pytest.raises(ConfigError, match=r"policy.*all"):
-            refused()
-
-
-def test_auto_is_the_rule_of_elsewhere_and_without_it_sublayers_are_planned() -> None:
-    model, batch = (
-        paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 2)),
-        paddle.ones([2, 4]),
-    )
-
+def test_blocks_are_named_blocks_or_sublayers() -> None:
+    """One with several names is a block that is called again; ``auto`` is the rule of elsewhere."""
+    linear = paddle.nn.Linear(4, 4)
+    batch = paddle.ones([2, 4])
+    model = paddle.nn.Sequential(linear, paddle.nn.Linear(4, 4), linear)
     with pytest.raises(SelectionError, match="finds no repeated blocks"):
         estimate(model, batch, squared, checkpoints=["auto"])
     for checkpoints in (None, ["*"]):
         found = estimate(model, batch, squared, checkpoints=checkpoints)
-        assert [call.layer for call in found.costs.calls] == ["0", "1"]
+        assert [call.layer for call in found.costs.calls] == ["0", "1", "0"]
 
 
-@pytest.mark.parametrize("budget", ["8 bananas", None, True, 0, -1, float("nan")])
-def test_what_is_no_number_of_bytes_is_refused_before_anything_is_measured(budget: Any) -> None:
-    def never(model: Any, batch: Any) -> Any:
-        raise AssertionError("it was called")
-
-    with pytest.raises(ConfigError, match=r"bytes"):
-        plan(encoder(), paddle.ones([2, 4, 32]), never, memory_budget=budget)
-
-
-def test_a_layer_with_several_names_is_one_block_that_is_called_again() -> None:
-    block = paddle.nn.Sequential(paddle.nn.Linear(32, 32), paddle.nn.GELU())
-    model = paddle.nn.Sequential(*[paddle.nn.Sequential(block, block) for _ in range(2)])
-    found = plan(model, paddle.ones([64, 32]), lambda m, x: m(x).mean(), memory_budget="1GiB")
-    assert found.memory_budget == 2**30 and found.peak_bytes < 2**30
-
-
-def test_blocks_that_differ_in_their_number_alone_are_measured_once() -> None:
-    costs = job_of("one mask").measure(only_bytes=True)
-    # The input of the first one needs no gradient.
-    first, *others = [call.options for call in costs.calls]
-    assert all(one == others[0] for one in others) and first != others[0]
+def test_the_largest_micro_batch_is_found_and_verified() -> None:
+    job = job_of("encoder")
+    assert job.loss_fn is not None
+    budget = 3 * estimate(job.model, job.batch, job.loss_fn).peak_bytes
+    found = find_batch_size(job.model, job.batch, job.loss_fn, memory_budget=budget, local_batch=96)
+    assert found.rows * found.accumulate_steps == 96
+    assert found.plan.measured_bytes is not None and found.plan.measured_bytes <= budget
+    assert found.rows > 24  # what fits without recompute
+    assert "largest batch" in str(found)
+    with pytest.raises(PlanError, match="a batch of one row"):
+        find_batch_size(job.model, job.batch, job.loss_fn, memory_budget=9, local_batch=4)
 
 
 class ByItsNumber(paddle.nn.Layer):
@@ -670,26 +578,6 @@ class Averaging(paddle.nn.Layer):
         return self.norm(x + paddle.tanh(y) + self.mean)
 
 
-def test_a_step_that_is_measured_leaves_buffers_and_attributes_as_they_were() -> None:
-    model = paddle.nn.Sequential(*[Averaging() for _ in range(3)])
-    batch = paddle.randn([4, 8])
-
-    def loss_fn(model: Any, batch: Any) -> Any:
-        return model(batch).square().mean() + sum(one.loss for one in model)
-
-    buffers = [one.mean for one in model]
-    gc.collect()
-    before = memory.current_bytes()
-    plan(model, batch, loss_fn, memory_budget=2**30)
-    gc.collect()
-    assert memory.current_bytes() == before
-    for one, buffer in zip(model, buffers, strict=True):
-        assert one.mean is buffer
-        assert not buffer.numpy().any()
-        assert one.loss is None
-        assert one.seen == ()
-
-
 class Dropping(paddle.nn.Layer):
     """LayerDrop: hands its input on."""
 
@@ -699,6 +587,30 @@ class Dropping(paddle.nn.Layer):
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         return x if self.drops else x + self.down(paddle.tanh(self.up(x)))
+
+
+def test_planning_leaves_no_trace() -> None:
+    """In parameters, buffers, attributes, memory, and the random state."""
+    paddle.seed(3)
+    model = paddle.nn.Sequential(*[Averaging() for _ in range(3)], paddle.nn.BatchNorm1D(8))
+    batch, random_state = paddle.randn([4, 8]), paddle.get_rng_state()
+    first = paddle.randn([4]).numpy()
+    paddle.set_rng_state(random_state)
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(batch).square().mean() + sum(one.loss for one in model[:3])
+
+    before = {key: (value, value.numpy().copy()) for key, value in model.state_dict().items()}
+    gc.collect()
+    held = memory.current_bytes()
+    plan(model, batch, loss_fn, memory_budget=2**30)
+    gc.collect()
+    assert memory.current_bytes() == held
+    assert np.array_equal(paddle.randn([4]).numpy(), first)
+    for key, value in model.state_dict().items():
+        assert value is before[key][0] and np.array_equal(value.numpy(), before[key][1]), key
+    assert all(p.grad is None for p in model.parameters())
+    assert all((one.loss, one.seen) == (None, ()) for one in model[:3])
 
 
 def test_a_block_that_returns_its_input_is_planned() -> None:

@@ -42,7 +42,7 @@ def test_it_finds_the_fastest_of_all_choices(length: int, seed: int) -> None:
     ]
     lowest = min(peak for peak, _ in every)
     plain = simulate(costs, [Choice(n, n, "plain") for n in range(length)]).peak.bytes
-    assert solve(costs, lowest - 1) is None
+    assert smallest(costs).peak == lowest and solve(costs, lowest - 1) is None
     for tenth in range(11):
         budget = lowest + (plain - lowest) * tenth // 10
         found = solve(costs, budget)
@@ -67,12 +67,6 @@ def test_segments_that_give_up_more_than_they_keep(seed: int) -> None:
     assert found is not None and found.peak == lowest
 
 
-def test_the_smallest_budget_is_the_smallest_peak_of_all_choices() -> None:
-    costs = chain(6, 4)
-    lowest = min(simulate(costs, choices).peak.bytes for choices in every_choice(6, OPTIONS))
-    assert smallest(costs).peak == lowest
-
-
 def test_the_smallest_budget_of_an_error_is_one_that_can_be_met() -> None:
     costs = chain(6, 4)
     with pytest.raises(PlanError) as error:
@@ -82,7 +76,7 @@ def test_the_smallest_budget_of_an_error_is_one_that_can_be_met() -> None:
     assert f"smallest feasible budget {format_bytes(named)}," in str(found)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_time_never_grows_with_the_budget(seed: int) -> None:
     costs = chain(12, seed)
     low = smallest(costs).peak
@@ -154,25 +148,14 @@ def test_what_a_step_took_more_than_predicted_counts_as_held() -> None:
 # ------------------------------------------------------------- the largest number that fits
 
 
-@pytest.mark.parametrize("largest", range(21))
-@pytest.mark.parametrize("most", [1, 7, 8, 20])
-def test_it_finds_the_largest(largest: int, most: int) -> None:
-    found = largest_that_fits(lambda n: n <= largest, most)
-    assert found == (min(largest, most) or None)
-
-
-def test_it_tries_no_number_above_twice_the_largest() -> None:
+def test_the_largest_number_that_fits() -> None:
+    """Without a try above twice of it; within a share of it, where that is enough."""
+    for largest, most in itertools.product(range(21), (1, 7, 8, 20)):
+        found = largest_that_fits(lambda n, largest=largest: n <= largest, most)
+        assert found == (min(largest, most) or None), (largest, most)
     tried: list[int] = []
-
-    def fits(number: int) -> bool:
-        tried.append(number)
-        return number <= 100
-
-    assert largest_that_fits(fits, 2**20, least=3) == 100
+    assert largest_that_fits(lambda n: tried.append(n) or n <= 100, 2**20, least=3) == 100
     assert max(tried) <= 200 and len(tried) < 20
-
-
-def test_it_may_be_too_small_by_a_share() -> None:
     found = largest_that_fits(lambda n: n <= 1000, 2**20, least=5, close=64)
     assert found is not None and 1000 * 63 / 64 - 1 <= found <= 1000
     assert largest_that_fits(lambda n: n <= 4, 100, least=5) is None

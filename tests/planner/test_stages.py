@@ -81,7 +81,7 @@ ACCUMULATION = {
 @pytest.mark.parametrize(
     ("ways", "changes"),
     [
-        (["stage 1", "stage 3"], {}),
+        (["stage 1"], {}),
         (["stage 1", "stage 3"], {"contrastive__chunk_size": 2}),
         (["stage 3"], ACCUMULATION),
     ],

@@ -27,9 +27,9 @@ paddle3 = pytest.mark.skipif(paddle.__version__ < "3", reason="overlap=True need
 @pytest.mark.parametrize(
     ("num_ranks", "every", "overlap"),
     [
-        (2, 13, False),
-        pytest.param(3, 55, False, marks=three),
-        pytest.param(2, 29, True, marks=paddle3),
+        (2, 23, False),
+        pytest.param(3, 97, False, marks=three),
+        pytest.param(2, 47, True, marks=paddle3),
         pytest.param(2, 1, False, marks=pytest.mark.matrix),
         pytest.param(3, 7, False, marks=[three, pytest.mark.matrix]),
     ],

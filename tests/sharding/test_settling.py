@@ -29,7 +29,7 @@ from paddle_recompute.errors import PeerError
 from paddle_recompute.sharding import _travel
 from paddle_recompute.sharding._settling import are_coming, settle
 from tests.distributed.mortal_ranks import MortalRanks, results_of
-from tests.ranks import each_on_ranks, run_ranks
+from tests.ranks import each_on_ranks
 from tests.sharding.runs import WIDTH, Case, Net, Training, equal, filled, make_of
 
 pytestmark = pytest.mark.skipif(paddle.__version__ < "3", reason="overlap=True needs Paddle 3")
@@ -141,20 +141,18 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def check_every_use(recompute: bool) -> None:
-    for name, use in USES.items():
+def check_every_use() -> None:
+    """A use that runs the model, with recompute as well."""
+    cases = [(name, False) for name in USES]
+    cases += [(name, True) for name in USES if "forward" in name or "cache" in name]
+    for name, recompute in cases:
         with held():
             plain, sharded = plain_and_sharded(Case(recompute=recompute))
             assert are_coming(sharded.model.parameters()), name
-            found = [use(one.model) for one in (plain, sharded)]
+            found = [USES[name](one.model) for one in (plain, sharded)]
             both = [one if isinstance(one, list) else [one] for one in found]
             assert all(map(np.array_equal, *both)), name
             settle()
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_every_use_waits(recompute: bool) -> None:
-    run_ranks(check_every_use, 2, recompute=recompute)
 
 
 def check_a_backward() -> None:
@@ -223,6 +221,7 @@ def check_a_forward_waits_for_what_it_reads_alone() -> None:
 
 
 test_what_waits = each_on_ranks(
+    check_every_use,
     check_a_backward,
     check_the_next_update_and_the_state,
     check_a_fork,

@@ -13,6 +13,7 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step import NOT_UPDATED, TrainStep
+from tests.bits import assert_same_bits, values_of
 
 WIDTH = 4
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -60,14 +61,6 @@ def on_disk(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "optimizer": {k: np.array(v) for k, v in state["optimizer"].items()}}
 
 
-def weights(model: Any) -> dict[str, Any]:
-    return {name: value.numpy().copy() for name, value in model.state_dict().items()}
-
-
-def same(one: Any, other: Any) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
-
-
 def resumed(name: str, state: Any, values: Any) -> tuple[Any, TrainStep]:
     model, step = make(name)
     model.set_state_dict(values)
@@ -82,30 +75,32 @@ def test_a_parameter_that_never_had_a_gradient_has_no_moments(name: str, saved_t
     model, step = make(name)
     for chosen in ((0,), (0, 1)):
         step(batch(*chosen))
-    state, values = on_disk(step.state_dict()), weights(model)
+    state, values = on_disk(step.state_dict()), values_of(model)
     marked = {key for key in state["optimizer"] if key.endswith(f":{NOT_UPDATED}")}
     unused = {f"experts.2.{one}:{NOT_UPDATED}" for one in ("weight", "bias")}
     assert marked == (unused if name != "SGD" else set())
     other, again = resumed(name, state, values)
     if saved_twice:  # with and without a step in between, in which experts 1 and 2 are idle
-        assert same(on_disk(again.state_dict())["optimizer"], state["optimizer"])
+        assert_same_bits(on_disk(again.state_dict())["optimizer"], state["optimizer"])
         for one in (step, again):
             one(batch(0))
-        state, values = on_disk(again.state_dict()), weights(other)
-        assert same(state["optimizer"], on_disk(step.state_dict())["optimizer"])
+        state, values = on_disk(again.state_dict()), values_of(other)
+        assert_same_bits(state["optimizer"], on_disk(step.state_dict())["optimizer"])
         other, again = resumed(name, state, values)
     for chosen in ((0, 1), (0,), (0, 1)):
         for one in (step, again):
             one(batch(*chosen))
-    assert same(weights(model), weights(other))
-    assert same(on_disk(step.state_dict())["optimizer"], on_disk(again.state_dict())["optimizer"])
+    assert_same_bits(values_of(model), values_of(other))
+    assert_same_bits(
+        on_disk(step.state_dict())["optimizer"], on_disk(again.state_dict())["optimizer"]
+    )
 
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_state_without_the_moments_of_a_parameter_is_refused(name: str) -> None:
     model, step = make(name)
     step(batch(0, 1, 2))
-    state, values = on_disk(step.state_dict()), weights(model)
+    state, values = on_disk(step.state_dict()), values_of(model)
     for lost in ("first.weight", "experts.1.bias"):
         half = {k: v for k, v in state["optimizer"].items() if not k.startswith(f"{lost}:")}
         assert len(half) < len(state["optimizer"])
@@ -118,7 +113,7 @@ def test_frozen_and_unfrozen_parameters_need_no_moments() -> None:
     for parameter in model.experts[2].parameters():
         parameter.stop_gradient = True
     step(batch(0, 1, 2))
-    state, values = on_disk(step.state_dict()), weights(model)
+    state, values = on_disk(step.state_dict()), values_of(model)
     _, again = resumed("AdamW", state, values)  # where they are trained
     again(batch(0, 1, 2))
     assert not any(NOT_UPDATED in key for key in again.state_dict()["optimizer"])
@@ -177,6 +172,3 @@ def test_a_program_takes_a_state_with_a_frozen_parameter() -> None:
     assert found.keys() == {k for k in state["optimizer"] if NOT_UPDATED not in k}
     assert all(np.array_equal(found[k].ravel(), np.array(state["optimizer"][k]).ravel())
                for k in found)  # fmt: skip
-
-
-# ------------------------------------------------------------------------------- fleet's sharding
