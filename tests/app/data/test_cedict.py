@@ -14,11 +14,6 @@ from paddle_recompute.app.data.split import normal_form
 from paddle_recompute.errors import DataError
 
 
-@pytest.fixture(scope="session")
-def mined(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return mine_cedict(tmp_path_factory.mktemp("cedict"))
-
-
 @pytest.mark.parametrize(
     ("sense", "expected"),
     [
@@ -61,7 +56,8 @@ def test_notes_references_and_repetitions_are_left_out() -> None:
     assert meanings == {"猫": ["cat", "to hide oneself"], "行": ["to walk", "row"]}
 
 
-def test_whole_dictionary(mined: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mined = mine_cedict(tmp_path)
     pairs = read_pairs(mined).pairs
     assert len(pairs) > 100_000
     assert len({pair.query for pair in pairs}) == len(pairs)

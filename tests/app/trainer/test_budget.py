@@ -35,7 +35,7 @@ from paddle_recompute.errors import (
 )
 from paddle_recompute.planner import RecomputePlan, smallest
 from tests.app.trainer.test_same_training import losses_of
-from tests.app.trainer.test_trainer import tiny
+from tests.app.trainer.test_trainer import tiny, without_report
 from tests.distributed.mortal_ranks import results_of
 
 pytestmark = pytest.mark.usefixtures("measured")
@@ -211,6 +211,7 @@ class Limit:
         patch.setattr(PlannedSteps, "__call__", watched)
 
 
+@without_report
 def run_rank(folder: str, name: str, negatives: str, budget: int, **more: Any) -> dict[str, Any]:
     settings = {**SETTINGS, "contrastive__negatives": negatives, **more}
     settings["train__output_dir"] = str(Path(folder) / name)

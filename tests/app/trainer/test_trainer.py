@@ -47,10 +47,14 @@ from tests.ranks import run_ranks
 from tests.train_step.half_precision import pretended_gpu, rounded
 
 
-def unmeasured(train: Any) -> Any:
-    """For runs on ranks, which conftest.py does not reach: without memory and report, as there."""
-    train = mock.patch.object(chunk_search, "measure_step", lambda *_: 1)(train)
+def without_report(train: Any) -> Any:
+    """For runs on ranks, which conftest.py does not reach."""
     return mock.patch.object(trainer_module, "write_report", lambda *_, **__: None)(train)
+
+
+def unmeasured(train: Any) -> Any:
+    """As `without_report`; nor is memory measured."""
+    return without_report(mock.patch.object(chunk_search, "measure_step", lambda *_: 1)(train))
 
 
 NUM_PAIRS = 76  # 20 of them held out: 56 for training, 7 steps of 8 in an epoch
@@ -320,6 +324,7 @@ def test_recompute_and_measuring_memory_change_no_bit(
     assert_same_run(folder / "run", folder / "measured")
 
 
+@without_report
 def train_six_layers(folder: str) -> dict[str, Any]:
     shape = {"model__num_layers": 6, "contrastive__global_batch": 32}
     short = {"train__max_steps": 1, "train__eval_before": False, "train__measure_plain": True}
