@@ -269,13 +269,11 @@ def test_unusable_texts_are_told(
 def test_unusable_arguments_are_told(
     encoder: TrainedEncoder, text_file: Path, tmp_path: Path
 ) -> None:
-    for output, options, message in (
-        ("pool.csv", {}, r"received the suffix '.csv'; allowed is .npy"),
-        ("pool.npy", {"max_tokens": 1}, "received max_tokens=1; allowed are whole numbers from 2"),
-        ("pool.npy", {"max_tokens": 17}, "received max_tokens=17; the model reads at most 16 tok"),
-    ):
-        with pytest.raises(DataError, match=message):
-            encode_file(encoder, text_file, tmp_path / output, **options)
+    with pytest.raises(DataError, match=r"received the suffix '.csv'; allowed is .npy"):
+        encode_file(encoder, text_file, tmp_path / "pool.csv")
+    for tokens, allowed in ((1, "allowed are whole numbers from 2"), (17, "the model reads at")):
+        with pytest.raises(DataError, match=f"received max_tokens={tokens}; {allowed}"):
+            encode_file(encoder, text_file, tmp_path / "pool.npy", max_tokens=tokens)
     assert [*tmp_path.iterdir()] == [text_file]
 
 

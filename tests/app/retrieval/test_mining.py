@@ -199,8 +199,8 @@ def test_the_search_is_bounded_in_memory() -> None:
 
 
 def mining(made: Path, output: Path) -> list[str | Path]:
-    arguments = ["mine", "--model", made / "run", "--pairs", made / "pairs.tsv"]
-    return [*arguments, "--pool", made / "pool.txt", "--output", output]
+    pairs: list[str | Path] = ["--pairs", made / "pairs.tsv", "--pool", made / "pool.txt"]
+    return ["mine", "--model", made / "run", *pairs, "--output", output]
 
 
 def test_command(made: Path, tmp_path: Path) -> None:

@@ -284,11 +284,12 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
         assert rows[0] == rows[1]
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "none.txt").write_text(" \n\n")
-    for arguments, words in (
-        ((asked, "--output", tmp_path / "pipe"), "is no plain file"),
-        (("-", "cat"), "search needs either queries or --queries FILE"),
-        ((tmp_path / "none.txt", "--output", tmp_path / "none.jsonl"), "contains no query"),
-    ):
+    refused: list[tuple[list[str | Path], str]] = [
+        ([asked, "--output", tmp_path / "pipe"], "is no plain file"),
+        (["-", "cat"], "search needs either queries or --queries FILE"),
+        ([tmp_path / "none.txt", "--output", tmp_path / "none.jsonl"], "contains no query"),
+    ]
+    for arguments, words in refused:
         assert words in command(*search, *arguments, code=2).stderr
     assert not (tmp_path / "none.jsonl").exists()
 

@@ -110,8 +110,8 @@ def test_a_run_of_which_a_rank_was_killed_resumes(place: str, whole: Path, tmp_p
         assert f"{tmp_path}/shards/" in (tmp_path / "held").read_text()
     assert os.listdir(tmp_path / "shards") == []
     # One goes on as a plain run.
-    goes_on = {"way": "plain" if place == "a shard travels" else way, "train__resume": True}
-    run_ranks(train, 2, folder=str(tmp_path), name="run", **goes_on)
+    goes_on = "plain" if place == "a shard travels" else way
+    run_ranks(train, 2, folder=str(tmp_path), name="run", way=goes_on, train__resume=True)
     assert_same_run(tmp_path / "run", whole)
 
 
