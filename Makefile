@@ -98,7 +98,7 @@ test-formers: venv-formers
 # metrics are those of trec_eval.
 test-torch: venv venv-torch
 	TORCH_PYTHON=$(CURDIR)/.venv-torch/bin/python .venv/bin/python -m pytest \
-	    tests/app/retrieval/test_hugging_face.py tests/app/retrieval/test_trec_eval.py $(ARGS)
+	    tests/app/retrieval/test_hugging_face.py tests/app/retrieval/test_evaluation.py $(ARGS)
 
 train: .venv/.trains
 	@.venv/bin/python -m paddle_recompute train --config $(CONFIG) $(ARGS)
@@ -127,10 +127,10 @@ test: venv
 # Of long tables it runs a sample (tests/sampled.py), and make bench26-matrix the rest.
 SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     app/config app/data app/launch app/report app/test_cli_config.py app/test_cli_shell.py \
-    $(addprefix app/retrieval/test_,evaluation.py metrics.py mining.py search.py use.py) \
-    $(addprefix app/trainer/test_,boards.py callbacks.py disk_faults.py) \
-    $(addprefix app/trainer/test_,progress.py run_folder.py) \
-    $(addprefix app/trainer/test_,same_data.py signals.py without_gain.py) \
+    app/parity/test_comparison.py \
+    $(addprefix app/retrieval/test_,encode.py evaluation.py hugging_face.py mining.py use.py) \
+    $(addprefix app/trainer/test_,callbacks.py disk_faults.py foreign_weights.py progress.py) \
+    $(addprefix app/trainer/test_,resume.py run_folder.py signals.py) \
     benchmarks $(addprefix distributed/test_,control_port.py control_server.py peer_state.py) \
     $(addprefix docs/test_,figures.py messages.py pages.py site.py story.py) \
     fuzz/test_readers.py fuzz/test_what_readers_read.py \

@@ -31,7 +31,6 @@ EVERY_ON_26 = {
     # Runs of the application, whose steps are compared in the rooms of the library.
     _TRAINED + "test_a_program_trains_what_dygraph_trains": 3,
     _TRAINED + "test_a_resumed_run_repeats_the_bits": 3,
-    _TRAINED + "test_a_run_is_resumed_in_the_other_mode": 2,
     "tests/app/encoder/test_own.py::test_it_is_trained_evaluated_and_encodes": 2,
     "tests/offload/test_ranks.py::test_two_ranks_have_the_bits_of_the_plain_chain": 2,
     "tests/offload/test_sequential.py::test_steps_give_the_bits_of_the_plain_chain": 2,

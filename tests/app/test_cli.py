@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from paddle_recompute import _installed
 from paddle_recompute.app import cli
@@ -19,7 +19,7 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.app.launch import RankFailedError, RankRefusedError
 from paddle_recompute.app.launch._rank_process import RankError
 from paddle_recompute.errors import DataError, LaunchError
-from tests.app.trainer.trained_run import make_run, texts
+from tests.app.commands import assert_refused, command
 from tests.ranks import ROOT
 
 CONFIGS = ROOT / "fleet_configs"
@@ -61,73 +61,33 @@ def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "paddle_recompute.app.trainer", module)
 
 
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.main, ["train", *map(str, arguments)])
-
-
-def assert_one_paragraph(result: Result, *words: str, after: str = "") -> None:
-    """Code 2; on standard error one paragraph with all of `words`, and nothing on output.
-
-    `after` begins the line that says what the command does; it comes first.
-    """
-    assert result.exit_code == 2, result.output
-    message = result.stderr
-    if after:
-        doing, _, message = message.partition("\n")
-        assert doing.startswith(after)
-    assert message.startswith("paddle-recompute: ")
-    for word in words:
-        assert word in message
-    assert "Traceback" not in message
-    assert "\n\n" not in message
-    assert not result.stdout.startswith("{")
+def run(*arguments: str | Path, code: int = 0) -> Result:
+    return command("train", *arguments, code=code)
 
 
 # ------------------------------------------------------------------------------------ errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--config", CONFIGS / "no.yaml"], ["no.yaml", "folder has", str(TINY)]),
-        (
-            ["--config", TINY, "train.max_step=5", "model.num_layers=none"],
-            ["2 faults", "train.max_step", "max_steps", "model.num_layers", "'none'"],
-        ),
-        (
-            ["--config", CONFIGS / "contrastive_ernie-base_8gpu.yaml"],
-            ["8 asks for as many GPUs", "launch.device=cpu"],
-        ),
-        (["--config", TINY, "launch.num_nodes=2"], FLEETRUN),
-    ],
-    ids=["no file", "faults", "no GPU", "machines"],
-)
-def test_what_cannot_be_started(arguments: list[str | Path], words: list[str]) -> None:
-    assert_one_paragraph(run(*arguments), *words)
-
-
 def test_options_of_paddles_launcher_are_refused() -> None:
     for option in (["--master", "10.0.0.1:6170"], ["--rank", "1"]):
-        result = run("--config", TINY, *option)
-        assert result.exit_code == 2
+        result = run("--config", TINY, *option, code=2)
         assert all(word in result.stderr for word in (option[0], *FLEETRUN))
 
 
 def test_a_missing_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_installed, "_installed_version", lambda: None)
     for ranks in (1, 2):
-        result = run("--config", TINY, f"launch.num_ranks={ranks}")
-        assert_one_paragraph(
-            result, "PaddlePaddle is not installed; for a CPU: pip install 'paddlepaddle>=2.6.2"
+        train = ["train", "--config", TINY, f"launch.num_ranks={ranks}"]
+        assert_refused(
+            train, "PaddlePaddle is not installed; for a CPU: pip install 'paddlepaddle>=2.6.2"
         )
 
 
 @pytest.mark.usefixtures("fake_trainer")
 def test_an_error_in_place_is_a_paragraph_and_with_debug_a_traceback_too() -> None:
-    arguments = ("--config", TINY, "launch.num_ranks=1", "train.seed=13")
-    assert_one_paragraph(run(*arguments), "pairs.tsv:7: one column where two are needed")
-    result = run(*arguments, "--debug")
-    assert result.exit_code == 2
+    arguments = ("train", "--config", TINY, "launch.num_ranks=1", "train.seed=13")
+    assert_refused(arguments, "pairs.tsv:7: one column where two are needed")
+    result = command(*arguments, "--debug", code=2)
     assert "Traceback" in result.stderr and "in run" in result.stderr
     assert result.stderr.endswith(
         "paddle-recompute: pairs.tsv:7: one column where two are needed\n"
@@ -150,13 +110,10 @@ def test_each_way_that_ranks_end_has_its_code(
         raise error
 
     monkeypatch.setattr(cli._on_ranks, "launch_with_restarts", launch)
-    result = run("--config", TINY)
-    assert result.exit_code == code
+    result = run("--config", TINY, code=code)
     assert f"paddle-recompute: {error}" in result.stderr or code == 130
     assert "Traceback" not in result.stderr and "in rank 1" not in result.stderr
-    result = run("--config", TINY, "--debug")
-    assert result.exit_code == code
-    assert debug_shows in result.stderr
+    assert debug_shows in run("--config", TINY, "--debug", code=code).stderr
 
 
 @pytest.mark.parametrize(
@@ -174,7 +131,7 @@ def test_a_bad_line_of_the_data_is_told_before_a_rank_starts(
     )
     (tmp_path / "pairs.tsv").write_text(text)
     data = ["data.source=files", f"data.train_file={tmp_path / 'pairs.tsv'}"]
-    assert_one_paragraph(run("--config", TINY, *data, *overrides), words)
+    assert_refused(["train", "--config", TINY, *data, *overrides], words)
 
 
 # ---------------------------------------------------------------------------- what it does
@@ -183,7 +140,6 @@ def test_a_bad_line_of_the_data_is_told_before_a_rank_starts(
 @pytest.mark.usefixtures("fake_trainer")
 def test_one_rank_is_trained_in_place_and_its_record_comes_last() -> None:
     result = run("--config", TINY, "launch.num_ranks=1", "train.max_steps=41")
-    assert result.exit_code == 0, result.output
     first, *_, last = result.stdout.splitlines()
     assert first.startswith("starting 1 rank on cpu")
     assert json.loads(last) == {"max_steps": 41}
@@ -196,7 +152,6 @@ def test_under_fleetrun_the_first_rank_alone_prints_the_record(
 ) -> None:
     monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
     result = run("--config", CONFIGS / "contrastive_ernie-large_2x8gpu.yaml", "train.max_steps=999")
-    assert result.exit_code == 0, result.output
     assert len(result.stdout.splitlines()) == lines
     assert ("999" in result.stdout) == (rank == 0)
 
@@ -214,76 +169,6 @@ def test_more_ranks_are_given_the_same_command(
     monkeypatch.setattr(cli._on_ranks, "launch_with_restarts", launch)
     overrides = [f"train.output_dir={tmp_path / 'run'}", "train.max_steps=50"]
     result = run("--config", TINY, "--max-restart", "3", *overrides)
-    assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1]) == {"mrr": 0.5, "名": "é"}
     again = ["-m", "paddle_recompute", "train", "--config", str(TINY), *overrides]
     assert launched == [(again, 3)]
-
-
-# ---------------------------------------------------------------------- encode and search
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``run``, as training leaves it, and ``texts.txt``."""
-    folder = tmp_path_factory.mktemp("trained")
-    make_run(folder, of_words=True)
-    (folder / "texts.txt").write_text("\n".join([*texts(30), "cat zebra"]))
-    return folder
-
-
-def command(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli.main, [*map(str, arguments)])
-
-
-def encoded(trained: Path, output: Path, *more: str) -> Result:
-    return command(
-        "encode", "--model", trained / "run", "--output", output, trained / "texts.txt", *more
-    )
-
-
-def test_texts_are_encoded_and_found(trained: Path, tmp_path: Path) -> None:
-    output = tmp_path / "pool.npy"
-    result = encoded(trained, output)
-    assert result.exit_code == 0, result.output
-    first, *notes, last = result.stdout.splitlines()
-    assert first == f"31 texts, vectors of 16 numbers: {output}"
-    assert notes == ["  texts with words that are not in the vocabulary: 1"]
-    assert json.loads(last)["output"] == str(output)
-
-    result = command("search", "--index", output, "--top-k", "3", "big cat")
-    assert result.exit_code == 0, result.output
-    lines = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
-    assert [rank for rank, _, _ in lines] == ["1", "2", "3"]
-    result = command("search", "--index", output, "--top-k", "3", "--json", "big cat", "dog")
-    found = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [one["query"] for one in found] == ["big cat", "dog"]
-    hits = [[str(hit["rank"]), f"{hit['score']:.4f}", hit["text"]] for hit in found[0]["results"]]
-    assert hits == lines
-    several = command("search", "--index", output, "--top-k", "1", "big cat", "dog")
-    assert [line.split()[0] for line in several.stdout.splitlines()] == ["big", "1", "dog", "1"]
-
-
-def test_errors_of_encode_and_search_are_one_paragraph(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    none = encoded(tmp_path, tmp_path / "pool.npy")
-    assert_one_paragraph(none, "contains no trained model", after="Encoding ")
-    missing = command("search", "--index", tmp_path / "pool.npy", "dog")
-    assert_one_paragraph(missing, "there is no such file", "paddle-recompute encode")
-    # A run that was moved
-    assert encoded(trained, tmp_path / "pool.npy").exit_code == 0
-    about = tmp_path / "pool.npy.json"
-    gone = {**json.loads(about.read_text()), "model": "/gone/checkpoint/step-3"}
-    about.write_text(json.dumps(gone))
-    search = ("search", "--index", tmp_path, "dog")
-    assert_one_paragraph(command(*search), "/gone/checkpoint: contains no trained model")
-    assert command(*search, "--model", trained / "run").exit_code == 0
-
-    def interrupt(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("paddle_recompute.app.retrieval.encoding.encode_texts", interrupt)
-    result = encoded(trained, tmp_path / "other.npy")
-    assert result.exit_code == 130
-    assert "interrupted; run the same command again to continue" in result.stderr

@@ -6,20 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from paddle_recompute import Config, load_config
 from paddle_recompute.app.cli import _init as module
-from paddle_recompute.app.cli import main
 from paddle_recompute.app.cli._init import _Machine, _shipped
 from paddle_recompute.app.data import PreparedData, build_loader, prepare_data
+from tests.app.commands import command
 from tests.ranks import ROOT
 
 TINY = str(ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml")
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments)
 
 
 def write_pairs(file: Path, lines: list[list[str]]) -> str:
@@ -36,7 +32,7 @@ def trained_with(file: Path) -> tuple[Config, PreparedData]:
 
 
 def sources(*arguments: str) -> dict[str, tuple[object, str]]:
-    found = json.loads(run("config", "show", "--json", "--config", *arguments).stdout)
+    found = json.loads(command("config", "show", "--json", "--config", *arguments).stdout)
     return {one["path"]: (one["value"], one["source"]) for one in found}
 
 
@@ -50,7 +46,7 @@ def test_show_says_where_each_value_comes_from() -> None:
     assert found["model.num_layers"] == (4, "preset tiny")
     assert found["model.hidden_dropout"] == (0.1, "default")
     assert found["strategy.amp"] == (True, "override strategy={amp: true}")
-    shown = run("config", "show", "--changed", "--config", TINY).stdout
+    shown = command("config", "show", "--changed", "--config", TINY).stdout
     assert "hidden_size: 128" in shown and "# default" not in shown
     value, source = found["model.hidden_size"]
     line = int(source.removeprefix("line "))
@@ -63,36 +59,33 @@ def test_show_says_where_each_value_comes_from() -> None:
 def test_what_is_shown_is_the_same_configuration(name: str, tmp_path: Path) -> None:
     file = _shipped()[name]
     whole = tmp_path / "whole.yaml"
-    whole.write_text(run("config", "show", "--config", str(file)).stdout, encoding="utf-8")
+    whole.write_text(command("config", "show", "--config", str(file)).stdout, encoding="utf-8")
     assert load_config(whole) == load_config(file)
 
 
 def test_validate_tells_every_fault_in_words_and_as_json() -> None:
-    good = run("config", "validate", "--config", TINY, "mode=static")
-    assert good.exit_code == 0 and "valid; mode static, 2 ranks, 128 pairs" in good.stdout
-    bad = run("config", "validate", "--json", "--config", TINY, "train.max_steps=0", "mode=eager")
-    assert bad.exit_code == 2
+    good = command("config", "validate", "--config", TINY, "mode=static")
+    assert "valid; mode static, 2 ranks, 128 pairs" in good.stdout
+    faulty = ("validate", "--json", "--config", TINY, "train.max_steps=0", "mode=eager")
+    bad = command("config", *faulty, code=2)
     assert "train.max_steps" in bad.stderr and "mode (override mode=eager)" in bad.stderr
     found = json.loads(bad.stdout)
     assert found["valid"] is False
     assert sorted(fault.split(" ")[0] for fault in found["faults"]) == ["mode", "train.max_steps"]
     static = ["mode=static", "recompute.engine=fleet", "sync.mode=fleet"]
-    found = json.loads(run("config", "validate", "--json", "--config", TINY, *static).stdout)
-    assert [one.split(" ")[0] for one in found["faults"]] == ["recompute.engine", "sync.mode"]
-    none = run("config", "validate", "--json", "--config", "nowhere.yaml")
+    told = command("config", "validate", "--json", "--config", TINY, *static, code=2)
+    faults = json.loads(told.stdout)["faults"]
+    assert [one.split(" ")[0] for one in faults] == ["recompute.engine", "sync.mode"]
+    none = command("config", "validate", "--json", "--config", "nowhere.yaml", code=2)
     assert "nowhere.yaml" in json.loads(none.stdout)["faults"][0]
-
-
-def test_validate_notes_a_file_that_is_not_here() -> None:
-    for name in ("nowhere.tsv", "x" * 300 + ".tsv"):
+    for name in ("nowhere.tsv", "x" * 300 + ".tsv"):  # a file that is not here is a note
         files = ["data.source=files", f"data.train_file={name}"]
-        found = run("config", "validate", "--config", TINY, *files)
-        assert found.exit_code == 0
+        found = command("config", "validate", "--config", TINY, *files)
         assert f"note: data.train_file: {name}: there is no such file" in found.stdout
 
 
 def test_the_list_of_commands_is_whole_and_in_the_order_of_use() -> None:
-    shown = run("--help").stdout
+    shown = command("--help").stdout
     assert "..." not in shown.partition("Commands:")[2]
     assert shown.index("\n  init ") < shown.index("\n  train ") < shown.index("\n  search ")
 
@@ -101,16 +94,15 @@ def test_diff_exits_with_1_and_names_what_differs(tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     text = Path(TINY).read_text("utf-8")
     other.write_text(text.replace("num_heads: 4 ", "num_heads: 8 "), encoding="utf-8")
-    found = run("config", "diff", TINY, str(other))
-    assert found.exit_code == 1
+    found = command("config", "diff", TINY, other, code=1)
     assert found.stdout.strip() == "model.num_heads: 4 (line 8) -> 8 (line 8)"
-    assert run("config", "diff", TINY, TINY).exit_code == 0
+    command("config", "diff", TINY, TINY)
 
 
-def init(folder: Path, lines: list[list[str]], *arguments: str, output: str = "run.yaml") -> Result:
+def init(folder: Path, lines: list[list[str]], output: str = "run.yaml", code: int = 0) -> Result:
     """The command for a file of these pairs, in `folder`."""
     pairs = write_pairs(folder / "pairs.tsv", lines)
-    return run("init", pairs, "--output", str(folder / output), *arguments)
+    return command("init", pairs, "--output", folder / output, code=code)
 
 
 PAIRS = [[f"q {n}", f"p {n}"] for n in range(60)]
@@ -121,8 +113,7 @@ def test_init_fits_the_pairs_and_overwrites_nothing(tmp_path: Path) -> None:
     lines = [[f"query {number}", f"{'word ' * 30}{number}"] for number in range(400)]
     write_pairs(pairs, [*lines, ["no pair"]])
     file = tmp_path / "my runs" / "one.yml"
-    made = run("init", str(pairs), "--output", str(file), "--json")
-    assert made.exit_code == 0, made.output
+    made = command("init", str(pairs), "--output", str(file), "--json")
     told = json.loads(made.stdout)
     assert (told["written"], told["train"].split(" ", 3)[3]) == (str(file), f"'{file}'")
     config, text = load_config(file), file.read_text("utf-8")
@@ -132,8 +123,7 @@ def test_init_fits_the_pairs_and_overwrites_nothing(tmp_path: Path) -> None:
     assert 2 * config.contrastive.global_batch <= 400 - config.data.valid_pairs
     assert config.model.pooling == "mean"  # cls from random weights stays at the loss of chance
     assert f"config show --config '{file}'" in text  # as a shell takes it
-    again = run("init", str(pairs), "--output", str(file))
-    assert again.exit_code == 2 and "exists already" in again.stderr
+    assert "exists already" in command("init", pairs, "--output", file, code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -145,7 +135,6 @@ def test_init_trains_with_the_negatives(
 ) -> None:
     lines = [[f"q {n}", f"p {n}", *(f"n {n} {k}" for k in range(counts[n % 2]))] for n in range(80)]
     made = init(tmp_path, [*lines, ["no pair"]])
-    assert made.exit_code == 0, made.output
     assert "1 lines are no pairs" in made.output and "pairs.tsv:81" in made.output
     config, data = trained_with(tmp_path / "run.yaml")
     assert config.contrastive.hard_negatives == hard_negatives and config.contrastive.fill == fill
@@ -153,8 +142,7 @@ def test_init_trains_with_the_negatives(
 
 
 def test_init_fits_groups_and_duplicates(tmp_path: Path) -> None:
-    made = init(tmp_path, [[f"q {n % 150}", f"p {n % 50}"] for n in range(600)])
-    assert made.exit_code == 0, made.output
+    init(tmp_path, [[f"q {n % 150}", f"p {n % 50}"] for n in range(600)])
     _, data = trained_with(tmp_path / "run.yaml")
     assert len(data.pool) == 50 and len(data.valid) == 15
 
@@ -166,8 +154,7 @@ def test_init_fits_the_memory_of_the_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: int, budget: int | None
 ) -> None:
     monkeypatch.setattr(module, "_this_machine", lambda: _Machine("gpu", 1, card))
-    made = init(tmp_path, PAIRS)
-    assert made.exit_code == 0, made.output
+    init(tmp_path, PAIRS)
     assert load_config(tmp_path / "run.yaml").contrastive.memory_budget == budget
 
 
@@ -184,8 +171,7 @@ def test_init_fits_the_memory_of_the_card(
 def test_init_refuses_pairs_and_names(
     lines: list[list[str]], output: str, words: str, tmp_path: Path
 ) -> None:
-    refused = init(tmp_path, lines, output=output)
-    assert refused.exit_code == 2 and words in refused.stderr
+    assert words in init(tmp_path, lines, output, code=2).stderr
     assert [one.name for one in tmp_path.iterdir()] == ["pairs.tsv"]
 
 
@@ -206,12 +192,8 @@ def test_init_refuses_arguments_and_leaves_nothing(
     (tmp_path / "broken.yaml").write_text("mode: none")
     known = {**_shipped(), "broken": tmp_path / "broken.yaml"}
     monkeypatch.setattr(module, "_shipped", lambda: known)
-    refused = run("init", *arguments, "--output", str(tmp_path / "new" / "run.yaml"))
-    assert refused.exit_code == 2 and words in refused.stderr
+    output = tmp_path / "new" / "run.yaml"
+    assert words in command("init", *arguments, "--output", output, code=2).stderr
     assert not (tmp_path / "new").exists()
-
-
-def test_init_copies_a_configuration_of_the_package(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    assert run("init", "--from", Path(TINY).stem, "--output", str(file)).exit_code == 0
-    assert file.read_bytes() == Path(TINY).read_bytes()
+    command("init", "--from", Path(TINY).stem, "--output", tmp_path / "run.yaml")
+    assert (tmp_path / "run.yaml").read_bytes() == Path(TINY).read_bytes()

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import re
+import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from paddle_recompute.app.config import load_config
 from paddle_recompute.errors import ConfigError
+from tests.app.config.bad_files import BAD_BYTES, BAD_FILES, BAD_OVERRIDES, GOOD
+from tests.ranks import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
-SMALLEST = """\
-model: {preset: tiny}
-contrastive: {global_batch: 8}
-train: {max_steps: 5, learning_rate: 1e-4}
-"""
+SECONDS = 1.0
+LONGEST_MESSAGE = 20_000
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
-    path.write_text(SMALLEST, encoding="utf-8")
+    path.write_text(GOOD, encoding="utf-8")
     return path
 
 
@@ -43,12 +45,12 @@ def fault_of_text(path: Path, text: str) -> str:
         ([], "train.max_steps", 5),
         ([], "train.learning_rate", 1e-4),  # an exponent without a dot is a number
         (["train.learning_rate=3E5"], "train.learning_rate", 3e5),
-        (["train.max_steps=50"], "train.max_steps", 50),
         (["train.seed=1", "train.seed=2"], "train.seed", 2),
-        (["recompute.enable=false"], "recompute.enable", False),
+        (["train.seed=1_000"], "train.seed", 1000),
+        (["train.seed=0x10"], "train.seed", 16),
+        (["train.seed=+3"], "train.seed", 3),
         (["recompute.checkpoints=[a.*, 'b.*']"], "recompute.checkpoints", ["a.*", "b.*"]),
         (["train.clip_grad_norm=null"], "train.clip_grad_norm", None),
-        (["launch.device=gpu"], "launch.device", "gpu"),
         (["data.pool_size=3"], "data.pool_size", 3),  # opens an empty section
         (["train.output_dir=out=1"], "train.output_dir", Path("out=1")),
         (
@@ -59,7 +61,7 @@ def fault_of_text(path: Path, text: str) -> str:
     ],
 )
 def test_override_is_yaml(file: Path, overrides: list[str], path: str, value: object) -> None:
-    file.write_text(SMALLEST + "data:\n" * path.startswith("data."), encoding="utf-8")
+    file.write_text(GOOD + "data:\n" * path.startswith("data."), encoding="utf-8")
     found: object = load_config(file, overrides)
     for name in path.split("."):
         found = getattr(found, name)
@@ -87,27 +89,23 @@ def test_bad_override(file: Path, override: str, words: str) -> None:
 
 BAD_TEXTS = {
     "a key that is no word": (
-        SMALLEST + "launch: {1: x}\n",
+        GOOD + "launch: {1: x}\n",
         "unknown key; allowed here: num_ranks",
     ),
     "a section that is no mapping": (
-        SMALLEST + "launch: 3\n",
+        GOOD + "launch: 3\n",
         "launch (line 4): received 3; must be",
     ),
     "no YAML": (
         "model:\n  preset: tiny\n  pooling: [cls\ntrain: {}\n",
         ", line 4, column 6: is not valid YAML",
     ),
-    "a Python tag": (
-        "model: !!python/object/apply:os.getcwd []\n",
-        "is not valid YAML: the tag 'tag:yaml.org,2002:python/object",
-    ),
     "a key twice": (
-        SMALLEST + "launch:\n  num_ranks: 1\n  num_ranks: 2\n",
+        GOOD + "launch:\n  num_ranks: 1\n  num_ranks: 2\n",
         "line 6, column 3: is not valid YAML: the key launch.num_ranks is given twice (first in ",
     ),
     "an alias of a mapping": (
-        SMALLEST + "launch: &a {num_ranks: 1}\ndata: *a\n",
+        GOOD + "launch: &a {num_ranks: 1}\ndata: *a\n",
         "line 5, column 7: is not valid YAML: the alias *a stands for more than one value",
     ),
     "a list": ("- a\n", "must hold a YAML mapping (key: value lines), it holds only a list"),
@@ -157,7 +155,7 @@ def test_long_values_are_cut(file: Path) -> None:
 
 def test_what_is_no_file_of_text(file: Path) -> None:
     message = fault_of(file.with_name("rnu.yaml"))
-    assert "no such configuration file" in message and str(file) in message
+    assert "no such configuration file" in message and f"the folder has {file}" in message
     assert "cannot be read (Is a directory)" in fault_of(file.parent)
     file.write_bytes("model: {preset: tiny} # größe".encode("latin-1"))
     assert "is not UTF-8 text" in fault_of(file)
@@ -174,3 +172,73 @@ def test_reading_imports_no_paddle_and_writes_nothing(file: Path) -> None:
         [sys.executable, "-c", code, str(file)], check=True, cwd=file.parent, env=environment
     )
     assert sorted(file.parent.iterdir()) == before
+
+
+# ----------------------------------------------------------- files that were not written to be read
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert time.process_time() - began < SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+    return str(caught.value)
+
+
+CONTENTS = {
+    **{name: text.encode("utf-8", errors="surrogatepass") for name, text in BAD_FILES.items()},
+    **BAD_BYTES,
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_bad_file_is_refused_at_once(file: Path, name: str) -> None:
+    file.write_bytes(CONTENTS[name])
+    message = refusal(file)
+    assert message.startswith(str(file))
+    assert len(message) < LONGEST_MESSAGE
+    assert message.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("name", BAD_OVERRIDES)
+def test_a_bad_override_is_refused_at_once(file: Path, name: str) -> None:
+    assert len(refusal(file, BAD_OVERRIDES[name])) < LONGEST_MESSAGE
+
+
+@pytest.mark.parametrize("path", ["a\0b", "/dev/zero", "/", "/nowhere/run.yaml", "a" * 5000])
+def test_a_bad_name_is_refused_at_once(path: str) -> None:
+    refusal(Path(path))
+
+
+def test_anchors_are_still_good(file: Path) -> None:
+    file.write_text(
+        "model: {preset: tiny}\ncontrastive: {global_batch: &batch 8}\n"
+        "train: &train {max_steps: *batch, learning_rate: 1e-4}\n"
+    )
+    assert load_config(file).train.max_steps == 8
+
+
+# ------------------------------------------------------------------------------------ fleet_configs
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "fleet_configs").glob("*")), ids=lambda p: p.name)
+def test_loads_and_is_what_its_name_says(path: Path) -> None:
+    config = load_config(path)
+    named = re.fullmatch(
+        r"contrastive_ernie-([a-z]+)(?:_[a-z-]+)?_(?:(\d)x)?(\d)([cg]pu)\.yaml", path.name
+    )
+    assert named, "the name is <task>_<model>[_<variant>]_<topology>.yaml"
+    preset, nodes, ranks, device = named.groups()
+    assert config.model.preset == preset
+    assert config.launch.num_nodes == int(nodes or 1)
+    assert config.launch.num_ranks == int(ranks)
+    assert config.launch.device == device
+    assert config.without_effect() == []
+    # model.init_from reads PaddleNLP's names: tests/weights/test_init_from.py.
+    assert "not converted" not in " ".join(path.read_text().replace("#", " ").split())
+    # The comment beside the batch says the product.
+    line = next(line for line in path.read_text().splitlines() if "global_batch:" in line)
+    factors = re.findall(r"\d+", line.partition("#")[2].partition(",")[0])
+    assert math.prod(map(int, factors)) == config.contrastive.global_batch

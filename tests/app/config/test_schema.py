@@ -50,10 +50,8 @@ FAULTS = {
     "model.preset=huge": "must be 'tiny', 'base' or 'large'",
     "model.num_layers=true": "must be a valid integer",
     "model.layer_norm_epsilon=.nan": "finite",
-    "recompute.policy=budget": "has no effect without memory_budget; set it",
     "recompute.memory_budget=1GiB; recompute.engine=fleet; recompute.policy=budget": "fleet",
     "recompute.policy=al": "did you mean all?",
-    "recompute.every_n=3": "no effect with policy: all",
     "recompute.segments=3": "set policy: segments",
     "recompute.policy=segments; recompute.segments=many": "must be a valid integer or 'auto'",
     "recompute.checkpoints=[]": "must have at least 1 item",
@@ -63,8 +61,6 @@ FAULTS = {
     "strategy.amp_configs.use_pure_fp16=true": "level: O2, which contradicts dtype: bfloat16",
     "strategy.amp=true; strategy.amp_configs.level=O1; "
     "strategy.amp_configs.use_pure_fp16=true": "level: O1; remove one",
-    "strategy.amp=true; strategy.amp_configs.dtype=bfloat16; "
-    "strategy.amp_configs.init_loss_scaling=2.0": "no loss scale",
     "mode=static; strategy.amp=true; strategy.amp_configs.dtype=bfloat16; "
     "strategy.amp_configs.use_fp16_guard=false": "it is a setting of float16",
     "strategy.amp=true; strategy.amp_configs.use_dynamic_loss_scaling=false; "
@@ -178,16 +174,6 @@ def test_dtype_and_level_of_mixed_precision(given: dict[str, Any], dtype: str, l
     assert Config.model_validate(config.to_dict()) == config
 
 
-@pytest.mark.parametrize(
-    ("given", "count"),
-    [("2GiB", 2 * 2**30), ("1.5 MiB", 3 * 2**19), ("512KiB", 2**19), ("7B", 7), (2**30, 2**30)],
-)
-def test_memory_budget(given: str | int, count: int) -> None:
-    config = Config.model_validate(tree(contrastive={"memory_budget": given}))
-    assert config.contrastive.memory_budget == count
-    assert Config.model_validate(config.to_dict()) == config
-
-
 def test_smallest_learned_temperature_is_that_of_the_loss() -> None:
     assert 1 / MAX_SCALE == SMALLEST_LEARNED_TEMPERATURE
 
@@ -227,11 +213,6 @@ def test_without_a_preset_every_dimension_is_required() -> None:
     assert missing == set(PRESETS["tiny"])
 
 
-def test_batch_rule_runs_beside_other_faults() -> None:
-    found = dict(faults(launch={"num_ranks": 3, "nodes": 1}, model={"num_heads": "a"}))
-    assert set(found) == {"launch.nodes", "model.num_heads", "contrastive.global_batch"}
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_fills_and_the_file_wins(preset: str) -> None:
     model = Config.model_validate(tree(model={"preset": preset, "num_layers": 3})).model
@@ -266,17 +247,13 @@ def test_cache_dir_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert Config.model_validate(tree()).data.cache_dir == home
 
 
-def test_values_are_frozen() -> None:
-    config = Config.model_validate(tree())
-    with pytest.raises(ValidationError, match="frozen"):
-        config.train.seed = 3  # type: ignore[misc]
-
-
-def test_sections_may_be_built_in_python() -> None:
+def test_sections_may_be_built_in_python_and_are_frozen() -> None:
     assert RecomputeConfig(checkpoints=["blocks.*"]).policy == "all"
     assert ModelConfig(preset="tiny", num_layers=2).hidden_size == 312  # type: ignore[call-arg]
     with pytest.raises(ValidationError, match="did you mean num_layers"):
         ModelConfig(preset="tiny", num_layer=2)  # type: ignore[call-arg]
+    with pytest.raises(ValidationError, match="frozen"):
+        Config.model_validate(tree()).train.seed = 3  # type: ignore[misc]
 
 
 def every_section(section: type[Section] = Config) -> list[type[Section]]:
@@ -298,3 +275,58 @@ def test_every_field_is_described(section: type[Section]) -> None:
 def test_rule_that_reads_an_unknown_field_is_our_own_fault() -> None:
     with pytest.raises(AssertionError, match="no field"):
         Values(Config, {})["train.max_step"]
+
+
+# ------------------------------------------------------------------------------- what has no effect
+
+
+SMALLEST = """\
+model: {preset: tiny}
+contrastive: {global_batch: 16}
+train: {max_steps: 4, learning_rate: 1e-3}
+"""
+TWO = "launch.num_ranks=2"
+PLAIN = "recompute.enable=false"
+ALONE, IS_PLAIN = "there is one rank", "recompute.enable is false"
+# (what has no effect, in which run, why, in which run it has one)
+CASES = [
+    ("sync.mode=fleet", "", ALONE, TWO),
+    ("sync.compression=bf16", "", ALONE, TWO),
+    ("strategy.fuse_grad_size_in_MB=8", "", ALONE, TWO),
+    ("strategy.find_unused_parameters=true", "", ALONE, TWO),
+    ("strategy.sharding=true", "", ALONE, TWO),
+    ("contrastive.negatives=local", "", ALONE, TWO),
+    ("strategy.fuse_grad_size_in_MB=8", f"{TWO} sync.mode=fleet", "sync.mode is fleet", TWO),
+    ("strategy.find_unused_parameters=true", f"{TWO} sync.mode=fleet", "sync.mode is fleet", TWO),
+    ("strategy.find_unused_parameters=true", f"{TWO} mode=static", "a Program has a", TWO),
+    ("recompute.checkpoints=['encoder.nothing']", PLAIN, IS_PLAIN, ""),
+    ("recompute.offload=host", PLAIN, IS_PLAIN, ""),
+    ("train.measure_plain=false", PLAIN, IS_PLAIN, ""),
+    ("train.verify=false", "", "mode is dygraph", "mode=static"),
+    ("contrastive.chunk_size=16", "", "a rank has 16 pairs", "contrastive.global_batch=32"),
+    (
+        "data.vocab_size=500",
+        "data.tokenizer=vocab.txt",
+        "the tokenizer vocab.txt has its own",
+        "",
+    ),
+    (
+        "data.on_bad_line=skip",
+        "",
+        "the file that is mined has none",
+        "data.source=files data.train_file=a",
+    ),
+]
+
+
+@pytest.mark.parametrize(("setting", "run", "reason", "elsewhere"), CASES)
+def test_what_has_no_effect_is_said(
+    setting: str, run: str, reason: str, elsewhere: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(SMALLEST)
+    path, _, value = setting.partition("=")
+    [said] = load_config(file, [setting, *run.split()]).without_effect()
+    assert said.startswith(f"{path}: {value} has no effect here: {reason}")
+    assert load_config(file, [setting, *elsewhere.split()]).without_effect() == []
+    assert load_config(file, run.split()).without_effect() == []  # defaults are not spoken of

@@ -15,7 +15,6 @@ from paddle_recompute.app.data import (
     PairTokenizer,
     check_files,
     load_tokenizer,
-    read_pairs,
     train_tokenizer,
 )
 from paddle_recompute.app.data.negatives import HardNegatives
@@ -144,26 +143,6 @@ def test_too_few_are_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------ the files
-
-LINES = "query\tpositive\tnegative\na\tb\tc\td\na\tb\tc\tc\n"
-
-
-@pytest.mark.parametrize(
-    ("negatives", "text", "message"),
-    [
-        ((2, 9), LINES, r"pairs.tsv:3: 1 different negatives, fewer than .*hard_negatives: 2; add"),
-        ((0, 0), LINES, r"pairs.tsv:2: 2 negatives, which training would ignore; set contrastive"),
-        ((0, 9), "a\tb\tb\n", r"pairs.tsv:1: a negative equals the positive"),
-        ((0, 9), "a\tb\t\n", r"pairs.tsv:1: empty negative \(column 3\)"),
-    ],
-)
-def test_bad_lines_are_told(
-    negatives: tuple[int, int], text: str, message: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "pairs.tsv"
-    file.write_text(text)
-    with pytest.raises(DataError, match=message):
-        read_pairs(file, negatives=negatives)
 
 
 def config_of(tmp_path: Path, text: str, **changes: Any) -> Config:

@@ -64,6 +64,7 @@ BAD_TSV = {
     r"empty query \(column 1\)": "\tcat",
     r"empty positive \(column 2\)": "猫\t 　",
     r"empty negative \(column 3\)": "猫\tcat\t",
+    "a negative equals the positive": "猫\tcat\tcat",
     "not text: holds the character NUL; save the file as UTF-8": "c\0a\0\tt",
     "a carriage return inside of the line; end lines with a line feed": "a\tb\rc\td",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ from numpy.typing import NDArray
 
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.encoder import ErnieEncoder, build_model
-from paddle_recompute.errors import CheckpointError, ConfigError, DataError
-from paddle_recompute.weights import save_weights
+from paddle_recompute.errors import ConfigError, DataError
 
 Array = NDArray[Any]
 
@@ -277,13 +275,3 @@ def test_word_embedding_has_the_rows_of_tokenizer_or_config() -> None:
     assert rows(tiny(vocab_size=64)) == 64
     with pytest.raises(ConfigError, match=r"model\.vocab_size: received 29; must be at least 30"):
         rows(tiny(vocab_size=29))
-
-
-def test_build_model_starts_from_a_file(tmp_path: Path) -> None:
-    source = scrambled(tiny(), "float32")
-    save_weights(source, tmp_path / "source.safetensors")
-    model = build_model(tiny(init_from=tmp_path / "source.safetensors"), VOCAB_SIZE)
-    for parameter, original in zip(model.parameters(), source.parameters(), strict=True):
-        np.testing.assert_array_equal(parameter.numpy(), original.numpy())
-    with pytest.raises(CheckpointError, match="there is no such file"):
-        build_model(tiny(init_from=tmp_path / "missing.pdparams"), VOCAB_SIZE)

@@ -9,13 +9,12 @@ from typing import Any
 
 import paddle
 import pytest
-from click.testing import CliRunner
 from pydantic import ValidationError
 
-from paddle_recompute.app import cli
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.errors import ConfigError
+from tests.app.commands import command
 
 HERE = "tests.app.encoder.test_own"
 
@@ -109,10 +108,9 @@ train: {{max_steps: 2, learning_rate: 0.001, measure_plain: false, output_dir: o
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
-    done = CliRunner().invoke(cli.main, ["train", "--config", "run.yaml"])
-    assert done.exit_code == 0, done.output
+    done = command("train", "--config", "run.yaml")
     assert "auto chose body.layers.* (2 x TransformerEncoderLayer)" in done.output
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 2
     (tmp_path / "texts.txt").write_text("word1\nword2\n")
-    encode = ["encode", "--model", "out", "--output", "v.npy", "texts.txt"]
-    assert "vectors of 16 numbers" in CliRunner().invoke(cli.main, encode).output
+    encode = ("encode", "--model", "out", "--output", "v.npy", "texts.txt")
+    assert "vectors of 16 numbers" in command(*encode).output

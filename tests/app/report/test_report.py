@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 from bokeh.models import ColumnDataSource
+from click.testing import Result
 
+from paddle_recompute.app.cli import _process
 from paddle_recompute.app.report import (
     Journal,
     _written,
+    append_record,
     read_records,
     retrieval_table,
     write_report,
@@ -22,6 +25,7 @@ from paddle_recompute.app.report import (
 from paddle_recompute.app.report._charts import curves_of
 from paddle_recompute.app.report._files import RunFiles
 from paddle_recompute.errors import DependencyError, OutputError
+from tests.app.commands import command
 from tests.app.report.folders import CONFIG, EVENTS, LANES, METRICS, RECORD, write_run
 from tests.app.report.pages import Page
 
@@ -204,3 +208,71 @@ def test_table_for_the_terminal() -> None:
         "recall@10         0.0100      0.5000",
         "mrr               0.0020      0.3330",
     ]
+
+
+# -------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command would choose another path of MKL, for this process and all tests after it."""
+    monkeypatch.setattr(_process, "speed_settings", lambda *_, **__: {})
+
+
+def report(*arguments: str | Path, code: int = 0) -> Result:
+    return command("report", *arguments, code=code)
+
+
+def test_the_page_is_made_again_with_the_sources_of_the_settings(tmp_path: Path) -> None:
+    result = report(str(write_run(tmp_path / "run")))
+    assert result.stdout == f"written: {tmp_path / 'run/report.html'}\n"
+    assert "train.seed 0 line 3" in Page(tmp_path / "run/report.html").text
+
+
+def test_runs_are_compared_and_keep_their_own_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
+    monkeypatch.chdir(tmp_path)
+    assert report(*runs).stdout == "written: comparison.html\n"
+    assert report(*runs, "--output", "new/both.html").stdout == "written: new/both.html\n"
+    told = report(*runs, "--output", "new/both.html", "--json").stdout
+    assert json.loads(told) == {"written": "new/both.html"}
+    assert not list(tmp_path.glob("?/report.html"))
+    assert "2 runs" in Page(tmp_path / "new/both.html").text
+
+
+def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    assert "holds no metrics.jsonl" in report(tmp_path, code=2).output
+
+
+def test_a_page_does_not_replace_a_configuration(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    file = tmp_path / "run.yaml"
+    file.write_text("mode: dygraph")
+    assert "must end in .html" in report(run, "--output", file, code=2).stderr
+    assert file.read_text() == "mode: dygraph"
+
+
+def test_a_run_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run", record=None, metrics=METRICS[:1], events=EVENTS[:5])
+    page = folder / "report.html"
+    seen, written = [], []
+
+    def sleep(seconds: float) -> None:
+        """The run goes on: nothing new, another step, and at last its end."""
+        seen.append(Page(page).text[:60])
+        written.append(page.stat().st_mtime_ns)
+        if len(seen) == 2:
+            append_record(folder / "metrics.jsonl", METRICS[1])
+        if len(seen) == 3:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(_written.time, "sleep", sleep)
+        report(folder, "--follow")
+    assert ["running · 1 of 39" in one for one in seen] == [True, True, False]
+    assert "running · 2 of 39" in seen[2]
+    assert written[0] == written[1] < written[2]
+    assert "ended before its last step · 2 of 39" in Page(page).text

@@ -1,4 +1,7 @@
-"""Text files to vectors: those of `encode_texts`, in any number of sittings."""
+"""Text files to vectors: those of `encode_texts`, in any number of sittings.
+
+And the nearest texts, against brute force; pools that cannot be searched.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from paddle_recompute.app.retrieval import encoding as encode_module
+from paddle_recompute.app.retrieval import index as search_module
 from paddle_recompute.app.retrieval.encoding import encode_file
 from paddle_recompute.app.retrieval.evaluation import encode_batches
-from paddle_recompute.app.retrieval.index import Index
+from paddle_recompute.app.retrieval.index import Index, top_of_tiles
 from paddle_recompute.app.retrieval.trained import TrainedEncoder, encode_texts, load_encoder
 from paddle_recompute.checkpoint.manifest import write_manifest
 from paddle_recompute.errors import CheckpointError, DataError, OutputError
@@ -259,24 +266,14 @@ def test_unusable_texts_are_told(
     assert not (tmp_path / "pool.npy").exists()
 
 
-@pytest.mark.parametrize(
-    ("output", "options", "message"),
-    [
-        ("pool.csv", {}, r"received the suffix '.csv'; allowed is .npy"),
-        ("pool.npy", {"max_tokens": 1}, "received max_tokens=1; allowed are whole numbers from 2"),
-        ("pool.npy", {"max_tokens": 17}, "received max_tokens=17; the model reads at most 16 tok"),
-    ],
-)
 def test_unusable_arguments_are_told(
-    output: str,
-    options: dict[str, Any],
-    message: str,
-    encoder: TrainedEncoder,
-    text_file: Path,
-    tmp_path: Path,
+    encoder: TrainedEncoder, text_file: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=message):
-        encode_file(encoder, text_file, tmp_path / output, **options)
+    with pytest.raises(DataError, match=r"received the suffix '.csv'; allowed is .npy"):
+        encode_file(encoder, text_file, tmp_path / "pool.csv")
+    for tokens, allowed in ((1, "allowed are whole numbers from 2"), (17, "the model reads at")):
+        with pytest.raises(DataError, match=f"received max_tokens={tokens}; {allowed}"):
+            encode_file(encoder, text_file, tmp_path / "pool.npy", max_tokens=tokens)
     assert [*tmp_path.iterdir()] == [text_file]
 
 
@@ -320,3 +317,124 @@ def test_folder_without_a_model_is_told(run: Path, tmp_path: Path) -> None:
     write_manifest(file.parent)
     with pytest.raises(CheckpointError, match=r"state.json: its configuration cannot be read"):
         load_encoder(tmp_path / "run")
+
+
+# ------------------------------------------------------------------------------------------- search
+
+
+@pytest.fixture(scope="module")
+def pools(encoder: TrainedEncoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``pool.npy``."""
+    folder = tmp_path_factory.mktemp("pools")
+    (folder / "texts.txt").write_text("\n".join(texts(COUNT)))
+    encode_file(encoder, folder / "texts.txt", folder / "npy" / "pool.npy")
+    return folder / "npy"
+
+
+@st.composite
+def pools_in_tiles(draw: st.DrawFn) -> tuple[Any, Any, int, int]:
+    """Vectors of small integers: many scores are equal."""
+    queries, rows, dim = draw(st.integers(1, 4)), draw(st.integers(1, 20)), draw(st.integers(1, 3))
+    numbers = st.integers(-2, 2)
+    query = draw(arrays.arrays(np.float32, (queries, dim), elements=numbers))
+    pool = draw(arrays.arrays(np.float32, (rows, dim), elements=numbers))
+    return query, pool, draw(st.integers(1, 21)), draw(st.integers(1, 25))
+
+
+@settings(max_examples=200, deadline=None)
+@given(pools_in_tiles())
+def test_top_of_tiles_is_the_head_of_the_sorted_whole(case: tuple[Any, Any, int, int]) -> None:
+    query, pool, tile, top_k = case
+    tiles = [pool[first : first + tile] for first in range(0, len(pool), tile)]
+    scores, rows = top_of_tiles(query, tiles, top_k)
+    every = query @ pool.T
+    expected = np.argsort(-every, axis=1, kind="stable")[:, :top_k]
+    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_array_equal(scores, np.take_along_axis(every, expected, 1))
+
+
+def test_hits_are_those_of_brute_force(
+    encoder: TrainedEncoder, pools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And sentences tell what the model does not see of a query."""
+    monkeypatch.setattr(search_module, "_TILE", 7)
+    told = list[str]()
+    queries = ["big cat", " stone river ", "big cat " * 9, "big 猫"]
+    query = encode_texts(encoder, [*map(str.strip, queries)], side="query")
+    pool = encode_texts(encoder, texts(COUNT))
+    scores = query.astype(np.float64) @ pool.astype(np.float64).T
+    found = Index.load(pools).search(queries, top_k=1000, tell=told.append)
+    for hits, row in zip(found, scores, strict=True):
+        best = np.argsort(-row, kind="stable")
+        assert [hit.row for hit in hits] == best.tolist()
+        assert [hit.text for hit in hits] == [texts(COUNT)[place] for place in best]
+        assert [hit.rank for hit in hits] == [*range(1, COUNT + 1)]
+        assert [hit.score for hit in hits] == pytest.approx(row[best].tolist(), abs=1e-6)
+    assert found[0][0].to_dict().keys() == {"rank", "score", "row", "text"}
+    cut, unknown = told
+    assert cut.startswith("'big cat big") and cut.endswith(
+        "is cut after 10 tokens, the limit for queries in training"
+    )
+    assert unknown == "'big 猫' has words outside the vocabulary; each of them is read as [UNK]"
+
+
+@pytest.mark.parametrize("queries", [[], ["cat", " "]])
+def test_nothing_to_search_for_is_told(queries: list[str], pools: Path) -> None:
+    with pytest.raises(DataError, match=r"received \d queries; allowed are one or more, none of"):
+        Index.load(pools).search(queries)
+
+
+def copy_of(pools: Path, folder: Path) -> Path:
+    shutil.copytree(pools, folder, dirs_exist_ok=True)
+    return folder / "pool.npy"
+
+
+def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"pool.npy: there is no such file; `paddle-recompute enc"):
+        Index.load(tmp_path / "pool.npy")
+    with pytest.raises(DataError, match="holds none of encoded texts; name one file"):
+        Index.load(tmp_path)
+    file = copy_of(pools, tmp_path)
+    for name in ("more.npy", "more.npy.json", "pool.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=r"holds more.npy, pool.npy of encoded texts; name one"):
+        Index.load(tmp_path)
+    with pytest.raises(DataError, match=r"pool.jsonl: is no .npy file; encode the texts into one"):
+        Index.load(tmp_path / "pool.jsonl")
+    about = tmp_path / "pool.npy.json"
+    record = json.loads(about.read_text())
+    about.write_text(json.dumps({**record, "model": str(tmp_path / "gone" / "step-3")}))
+    with pytest.raises(CheckpointError, match="gone: contains no trained model"):
+        Index.load(file).search(["cat"])
+    for missing in ("texts", "texts_sha256", "done", "dim", "model", "fingerprint"):
+        about.write_text(json.dumps({key: record[key] for key in record if key != missing}))
+        with pytest.raises(DataError, match=rf"json: is damaged \(KeyError.'{missing}"):
+            Index.load(file)
+    about.unlink()
+    with pytest.raises(DataError, match=r"cannot be read .* beside pool.npy"):
+        Index.load(file)
+
+
+def one_letter(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("pool.npy", lambda f: f.write_bytes(f.read_bytes()[:-4]), "cannot be read as vectors"),
+        ("pool.npy", lambda f: f.write_bytes(b""), "cannot be read as vectors"),
+        ("pool.npy", lambda f: np.save(f, np.ones((3, 16), np.float32)), r"the shape \(3, 16\)"),
+        ("pool.npy.txt", lambda f: f.write_text("cat\n"), "txt: has 1 texts; expected 23"),
+        ("pool.npy.txt", lambda f: f.write_bytes(b"\xff\n"), "txt: cannot be read"),
+        ("pool.npy.txt", one_letter, "txt: has other texts than were"),
+    ],
+)
+def test_damaged_pools_are_told(
+    name: str, damage: Any, message: str, pools: Path, tmp_path: Path
+) -> None:
+    file = copy_of(pools, tmp_path)
+    damage(tmp_path / name)
+    with pytest.raises(DataError, match=message):
+        Index.load(file).search(["cat"], top_k=COUNT)

@@ -1,7 +1,15 @@
-"""Ranks against brute force, in every tiling; encoding leaves the model as it was."""
+"""Ranks against brute force, in every tiling; encoding leaves the model as it was.
+
+Metrics of graded answers, against their definitions and trec_eval (pytrec_eval, with
+``make test-torch``).
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import subprocess
 import tracemalloc
 from contextlib import nullcontext
 from typing import Any
@@ -10,11 +18,12 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from paddle_recompute.app.retrieval.evaluation import encode_batches, retrieval_metrics
+from paddle_recompute.app.retrieval.evaluation import Judgements, encode_batches, retrieval_metrics
 from paddle_recompute.errors import DataError, SyncError
-from tests.app.retrieval.test_metrics import KS, expected
 from tests.distributed.mortal_ranks import results_of
 
 Array = NDArray[Any]
@@ -91,6 +100,9 @@ def test_vectors_that_are_not_finite_are_refused(number: float) -> None:
         ({"target": np.ones(3)}, r"targets of shape \(3,\), float64"),
         ({"target": np.array([0, -1, 1])}, "targets from -1 to 1; allowed"),
         ({"tile": 0}, "tile=0; all must be at least 1"),
+        ({"target": Judgements.of([{0: 1}, {0: 1}, {}])}, "answers to 2; each of at least"),
+        ({"target": Judgements.of([{0: 1}, {4: 1}, {0: 1}])}, "from 0 to 4; allowed are the rows"),
+        ({"target": Judgements.of([{3: 1}] * 3), "excluded": np.array([-1, 3, -1])}, "is excluded"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(change: dict[str, Any], message: str) -> None:
@@ -222,3 +234,132 @@ def test_ranks_share_the_work_and_have_what_one_process_has() -> None:
             )
             np.testing.assert_array_equal(vectors, alone)
         assert found["done"] == [[2, 2, 7], [2, 1, 7]][rank]
+
+
+# -------------------------------------------------------------------- the metrics of graded answers
+
+
+KS = (1, 3, 10)
+
+
+def plainly(ranking: list[int], grades: dict[int, int]) -> dict[str, float]:
+    """trec_eval's definitions for one query, from its ranking of all candidates."""
+    relevant = [place in grades for place in ranking]
+    found = {}
+    for k in KS:
+        found[f"recall@{k}"] = sum(relevant[:k]) / len(grades)
+        found[f"precision@{k}"] = sum(relevant[:k]) / k
+
+    def dcg(gains: list[int]) -> float:
+        return sum(gain / math.log2(rank + 1) for rank, gain in enumerate(gains[:10], start=1))
+
+    ideal = dcg(sorted(grades.values(), reverse=True))
+    found["ndcg@10"] = dcg([grades.get(place, 0) for place in ranking]) / ideal
+    hits = 0
+    precisions = []
+    for rank, is_relevant in enumerate(relevant, start=1):
+        hits += is_relevant
+        if is_relevant:
+            precisions.append(hits / rank)
+    found["map"] = sum(precisions) / len(grades)
+    found["mrr"] = 1 / (1 + relevant.index(True))
+    return found
+
+
+def expected(
+    query: Any, pool: Any, answers: list[dict[int, int]], excluded: Any = None
+) -> dict[str, float]:
+    each = []
+    for number, grades in enumerate(answers):
+        scores = pool.astype(np.float64) @ query[number].astype(np.float64)
+        # Of equal scores: the answers last, of those the better ones last.
+        order = sorted(range(len(pool)), key=lambda row: (-scores[row], grades.get(row, 0)))
+        if excluded is not None:
+            order = [row for row in order if row != excluded[number]]
+        each.append(plainly(order, grades))
+    return {name: sum(one[name] for one in each) / len(each) for name in each[0]}
+
+
+@st.composite
+def judged(draw: st.DrawFn) -> tuple[Any, Any, list[dict[int, int]], Any, int]:
+    """Vectors of small integers: many scores are equal."""
+    queries, rows, dim = draw(st.integers(1, 5)), draw(st.integers(2, 30)), draw(st.integers(1, 3))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    query = random.integers(-2, 3, (queries, dim)).astype(np.float32)
+    pool = random.integers(-2, 3, (rows, dim)).astype(np.float32)
+    answers, excluded = [], []
+    for _ in range(queries):
+        places = random.permutation(rows)[: random.integers(1, rows)].tolist()
+        answers.append({place: int(random.integers(1, 4)) for place in places})
+        others = [-1, *set(range(rows)).difference(places)]
+        excluded.append(others[random.integers(len(others))])
+    return query, pool, answers, np.array(excluded), draw(st.integers(1, 35))
+
+
+@settings(max_examples=300, deadline=None)
+@given(judged(), st.booleans())
+def test_graded_metrics_are_their_definitions(
+    case: tuple[Any, Any, list[dict[int, int]], Any, int], excludes: bool
+) -> None:
+    query, pool, answers, excluded, tile = case
+    without = excluded if excludes else None
+    found = retrieval_metrics(
+        query, pool, Judgements.of(answers), ks=KS, tile=tile, excluded=without
+    )
+    assert (found.pop("queries"), found.pop("pool_size")) == (len(query), len(pool))
+    assert found == pytest.approx(expected(query, pool, answers, without), abs=1e-12)
+
+
+# ---------------------------------------------------------------------------------------- trec_eval
+
+
+TORCH_PYTHON = os.environ.get("TORCH_PYTHON", "")
+CUTS = (1, 5, 10)
+NAMES = {
+    **{f"recall@{k}": f"recall_{k}" for k in CUTS},
+    **{f"precision@{k}": f"P_{k}" for k in CUTS},
+    **{"ndcg@10": "ndcg_cut_10", "map": "map", "mrr": "recip_rank"},
+}
+MEASURES = {"recall.1,5,10", "P.1,5,10", "ndcg_cut.10", "map", "recip_rank"}
+SCRIPT = """
+import json, sys, pytrec_eval
+answers, scores, measures = json.load(sys.stdin)
+print(json.dumps(pytrec_eval.RelevanceEvaluator(answers, set(measures)).evaluate(scores)))
+"""
+
+
+def trec_eval(answers: list[dict[int, int]], scores: np.ndarray) -> dict[str, dict[str, float]]:
+    graded = {f"q{n}": {f"d{row}": g for row, g in some.items()} for n, some in enumerate(answers)}
+    scored = {
+        f"q{n}": {f"d{i}": float(s) for i, s in enumerate(row)} for n, row in enumerate(scores)
+    }
+    run = subprocess.run(
+        [TORCH_PYTHON, "-c", SCRIPT],
+        input=json.dumps([graded, scored, sorted(MEASURES)]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: dict[str, dict[str, float]] = json.loads(run.stdout)
+    return found
+
+
+@pytest.mark.skipif(not TORCH_PYTHON, reason="needs pytrec_eval (make test-torch)")
+def test_the_metrics_are_those_of_trec_eval() -> None:
+    """Without equal scores, which the two order differently: ours puts the answers last."""
+    random = np.random.default_rng(0)
+    query, pool = random.normal(size=(200, 8)), random.normal(size=(300, 8))
+    answers = []
+    for number in range(len(query)):
+        # Near the top more often than not, so that no metric is nearly 0 everywhere.
+        order = np.argsort(-(pool @ query[number]))
+        ranks = (random.geometric(0.05, size=random.integers(1, 30)) - 1) % len(pool)
+        places = order[np.unique(ranks)]
+        answers.append({int(place): int(random.integers(1, 5)) for place in places})
+    theirs = trec_eval(answers, query @ pool.T)
+    found = retrieval_metrics(query, pool, Judgements.of(answers), ks=CUTS)
+    for name, measure in NAMES.items():
+        mean = np.mean([one[measure] for one in theirs.values()])
+        assert 0.01 < mean < 0.99, name
+        assert found[name] == pytest.approx(mean, abs=1e-9), name

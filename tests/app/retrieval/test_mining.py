@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from paddle_recompute.app import cli
 from paddle_recompute.app.data import normal_form, read_pairs
 from paddle_recompute.app.retrieval import (
     Index,
@@ -27,6 +25,7 @@ from paddle_recompute.app.retrieval import mining as module
 from paddle_recompute.app.retrieval.approximate import Approximate
 from paddle_recompute.app.retrieval.index import top_of_tiles
 from paddle_recompute.errors import DataError, DependencyError
+from tests.app.commands import command
 from tests.app.trainer.trained_run import make_run, texts
 
 POOL = [*texts(60), "Big Dog!", "the end"]
@@ -175,6 +174,10 @@ def test_other_inputs_are_refused(made: Path, tmp_path: Path) -> None:
         mined(made, output, MiningOptions(margin=0.1))
     with pytest.raises(DataError, match=r"received the suffix '.tsv'; allowed is .jsonl"):
         mined(made, tmp_path / "out.tsv")
+    of_nothing: list[dict[str, Any]] = [{"margin": np.nan}, {"relative_margin": 3.0}]
+    for options in (*of_nothing, {"num_negatives": 0}, {"first_rank": 101}):
+        with pytest.raises(DataError):
+            MiningOptions(**options)
     make_run(tmp_path, seed=1)
     with pytest.raises(DataError, match="was encoded by another model than that in"):
         mine(load_encoder(tmp_path / "run"), made / "pairs.tsv", pool, tmp_path / "b.jsonl")
@@ -182,16 +185,6 @@ def test_other_inputs_are_refused(made: Path, tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"lines_with"', '"lines"'))
     with pytest.raises(DataError, match=r"out.jsonl.json: is damaged"):
         mined(made, output)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"margin": np.nan}, {"relative_margin": 3.0}, {"num_negatives": 0}, {"first_rank": 101}],
-    ids=str,
-)
-def test_options_that_find_nothing_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(DataError):
-        MiningOptions(**options)
 
 
 def test_the_search_is_bounded_in_memory() -> None:
@@ -205,16 +198,15 @@ def test_the_search_is_bounded_in_memory() -> None:
     assert peak < 24e6
 
 
-def command(made: Path, output: Path) -> list[str]:
-    arguments = ["mine", "--model", str(made / "run"), "--pairs", str(made / "pairs.tsv")]
-    return [*arguments, "--pool", str(made / "pool.txt"), "--output", str(output)]
+def mining(made: Path, output: Path) -> list[str | Path]:
+    pairs: list[str | Path] = ["--pairs", made / "pairs.tsv", "--pool", made / "pool.txt"]
+    return ["mine", "--model", made / "run", *pairs, "--output", output]
 
 
 def test_command(made: Path, tmp_path: Path) -> None:
     output = tmp_path / "mined.jsonl"
-    arguments = command(made, output)
-    result = CliRunner().invoke(cli.main, [*arguments, "--num-negatives", "2", "--ranks", "2:30"])
-    assert result.exit_code == 0, result.output
+    arguments = mining(made, output)
+    result = command(*arguments, "--num-negatives", "2", "--ranks", "2:30")
     shown = result.stdout.splitlines()
     assert shown[0] == f"9 pairs: {output}"
     assert shown[1] == "  9 with 2 negatives"
@@ -232,8 +224,7 @@ def test_command(made: Path, tmp_path: Path) -> None:
         ("30", "--ranks 30: expected FIRST:LAST, as in 1:100"),
         ("5:4", "received ranks 5 to 4 and margins []; the first rank is at most the last"),
     ):
-        again = CliRunner().invoke(cli.main, [*arguments, "--ranks", ranks])
-        assert again.exit_code == 2 and words in again.stderr
+        assert words in command(*arguments, "--ranks", ranks, code=2).stderr
 
 
 # ----------------------------------------------------------------------------------------- faiss
@@ -242,10 +233,8 @@ def test_command(made: Path, tmp_path: Path) -> None:
 @needs_faiss
 def test_a_flat_index_mines_what_exact_search_mines(made: Path, tmp_path: Path) -> None:
     exact = mined(made, tmp_path / "exact.jsonl", MiningOptions(margin=0.01))
-    arguments = command(made, tmp_path / "flat.jsonl")
-    result = CliRunner().invoke(cli.main, [*arguments, "--margin", "0.01", "--faiss", "Flat"])
-    assert result.exit_code == 0, result.output
-    shown = result.stdout.splitlines()
+    arguments = mining(made, tmp_path / "flat.jsonl")
+    shown = command(*arguments, "--margin", "0.01", "--faiss", "Flat").stdout.splitlines()
     assert "  faiss Flat: finds 1.0000 of what exact search finds" in shown
     record = json.loads(shown[-1])
     assert (tmp_path / "flat.jsonl").read_bytes() == (tmp_path / "exact.jsonl").read_bytes()

@@ -15,11 +15,11 @@ import numpy as np
 import paddle
 import pytest
 import tokenizers
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from paddle_recompute.app import cli
 from paddle_recompute.app.retrieval import encode_texts, load_encoder, write_inference
 from paddle_recompute.errors import StaticGraphError
+from tests.app.commands import command
 from tests.app.trainer.trained_run import make_run, texts
 from tests.docs.pages import Page
 
@@ -37,12 +37,12 @@ print(json.dumps(some.tolist()))
 """
 
 
-def exported(folder: Path, file_format: str, **changes: Any) -> tuple[Path, Result]:
+def exported(folder: Path, file_format: str, code: int = 0, **changes: Any) -> tuple[Path, Result]:
     """A run in `folder`, and the folder ``served`` made of it."""
     make_run(folder, biased=True, model__initializer_range=0.3, **changes)
     output = folder / "served"
-    arguments = ["export", "--model", str(folder / "run"), "--format", file_format]
-    return output, CliRunner().invoke(cli.main, [*arguments, "--output", str(output)])
+    export = ("export", "--model", folder / "run", "--format", file_format, "--output", output)
+    return output, command(*export, code=code)
 
 
 def expected(folder: Path) -> np.ndarray[Any, Any]:
@@ -57,8 +57,7 @@ def test_the_script_of_the_documentation_has_our_vectors(tmp_path: Path) -> None
     prompts = {"query": "query: ", "document": "text: "}
     changes = {f"model__{side}_prompt": prompt for side, prompt in prompts.items()}
     changes |= {"model__pooling": "cls", "model__projection_size": 8, "model__activation": "relu"}
-    output, result = exported(tmp_path, "inference", **changes)
-    assert result.exit_code == 0, result.output
+    output, _ = exported(tmp_path, "inference", **changes)
     program = "encoder.json" if paddle.__version__ >= "3" else "encoder.pdmodel"
     assert {"encoder.pdiparams", "tokenizer.json", program} <= {f.name for f in output.iterdir()}
     (script,) = (
@@ -116,8 +115,7 @@ def test_a_model_that_is_no_program_is_refused(
 
 @pytest.mark.skipif(has_paddle2onnx, reason="paddle2onnx is installed")
 def test_without_the_converter_onnx_is_refused(tmp_path: Path) -> None:
-    output, result = exported(tmp_path, "onnx")
-    assert result.exit_code == 2
+    output, result = exported(tmp_path, "onnx", code=2)
     assert "--format onnx needs the package paddle2onnx, which is not installed" in result.output
     assert not output.exists()
 
@@ -129,8 +127,7 @@ def test_a_converter_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     (package / "command.py").touch()
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    output, result = exported(tmp_path, "onnx")
-    assert result.exit_code == 2
+    output, result = exported(tmp_path, "onnx", code=2)
     assert "paddle2onnx cannot convert the model of" in result.output
     assert "ValueError: no operator of that name" in result.output
     assert not output.exists()
@@ -139,8 +136,7 @@ def test_a_converter_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.skipif(not has_paddle2onnx, reason="paddle2onnx is not installed")
 def test_onnx_has_our_vectors(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    output, result = exported(tmp_path, "onnx")
-    assert result.exit_code == 0, result.output
+    output, _ = exported(tmp_path, "onnx")
     assert {file.name for file in output.iterdir()} == {"encoder.onnx", "tokenizer.json"}
     tokenizer = tokenizers.Tokenizer.from_file(str(output / "tokenizer.json"))
     tokenizer.encode_special_tokens = True

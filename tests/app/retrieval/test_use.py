@@ -1,4 +1,7 @@
-"""The public names, run as their docstrings show them; prompts; ranks that encode one file."""
+"""The public names, run as their docstrings show them; prompts; ranks that encode one file.
+
+And the commands that search, export and evaluate.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 import paddle.distributed as dist
 import pytest
-from click.testing import CliRunner, Result
 from safetensors.numpy import load_file
 
 import paddle_recompute
-from paddle_recompute.app import cli
 from paddle_recompute.app.config import DataConfig
+from paddle_recompute.app.data import read_judged
+from paddle_recompute.app.encoder import build_model
 from paddle_recompute.app.retrieval import (
     Index,
     encode_batches,
@@ -30,6 +34,10 @@ from paddle_recompute.app.retrieval import encoding as encode_module
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import DataError, SyncError
+from paddle_recompute.weights import load_weights
+from tests.app.commands import assert_refused, command
+from tests.app.data.test_judged import written as write_judged
+from tests.app.retrieval.test_evaluation import expected
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
 from tests.distributed.mortal_ranks import results_of
@@ -194,22 +202,66 @@ def test_ranks_write_the_bytes_of_one_process(
 # --------------------------------------------------------------------------------------- command
 
 
+def encode(folder: Path, texts: Path, output: Path) -> list[str | Path]:
+    return ["encode", "--model", folder / "run", "--output", output, texts]
+
+
+def test_texts_are_encoded_and_found(folder: Path, tmp_path: Path) -> None:
+    given, output = tmp_path / "texts.txt", tmp_path / "pool.npy"
+    given.write_text("\n".join([*texts(30), "cat zebra"]))
+    result = command(*encode(folder, given, output))
+    first, *notes, last = result.stdout.splitlines()
+    assert first == f"31 texts, vectors of 16 numbers: {output}"
+    assert notes == ["  texts with words that are not in the vocabulary: 1"]
+    assert json.loads(last)["output"] == str(output)
+
+    result = command("search", "--index", output, "--top-k", "3", "big cat")
+    lines = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
+    assert [rank for rank, _, _ in lines] == ["1", "2", "3"]
+    result = command("search", "--index", output, "--top-k", "3", "--json", "big cat", "dog")
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["query"] for one in found] == ["big cat", "dog"]
+    hits = [[str(hit["rank"]), f"{hit['score']:.4f}", hit["text"]] for hit in found[0]["results"]]
+    assert hits == lines
+    several = command("search", "--index", output, "--top-k", "1", "big cat", "dog")
+    assert [line.split()[0] for line in several.stdout.splitlines()] == ["big", "1", "dog", "1"]
+
+
+def test_errors_of_encode_and_search_are_one_paragraph(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, pool = folder / "texts.txt", tmp_path / "pool.npy"
+    of_none = encode(tmp_path, given, pool)
+    assert_refused(of_none, "contains no trained model", after="Encoding ")
+    missing = ["search", "--index", pool, "dog"]
+    assert_refused(missing, "there is no such file", "paddle-recompute encode")
+    # A run that was moved
+    command(*encode(folder, given, pool))
+    about = tmp_path / "pool.npy.json"
+    gone = {**json.loads(about.read_text()), "model": "/gone/checkpoint/step-3"}
+    about.write_text(json.dumps(gone))
+    search = ("search", "--index", tmp_path, "dog")
+    assert_refused(search, "/gone/checkpoint: contains no trained model")
+    command(*search, "--model", folder / "run")
+
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paddle_recompute.app.retrieval.encoding.encode_texts", interrupt)
+    result = command(*encode(folder, given, tmp_path / "other.npy"), code=130)
+    assert "interrupted; run the same command again to continue" in result.stderr
+
+
 def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Path) -> None:
     index = tmp_path / "pool.npy"
     encode_file(load_encoder(folder / "run"), folder / "texts.txt", index)
     queries = [*texts(30), "big dog"]
     (tmp_path / "queries.txt").write_text("\n".join(queries) + "\n\n")
 
-    command = ["search", "--index", str(index), "--top-k", "2", "--queries"]
-
-    def run(*arguments: str, code: int = 0) -> Result:
-        done = CliRunner().invoke(cli.main, [*command, *arguments])
-        assert done.exit_code == code, done.output
-        return done
-
+    search = ["search", "--index", str(index), "--top-k", "2", "--queries"]
     asked, output = str(tmp_path / "queries.txt"), tmp_path / "found.jsonl"
     (tmp_path / "link.jsonl").symlink_to(output)
-    assert run(asked, "--output", str(tmp_path / "link.jsonl")).stdout_bytes == b""
+    assert command(*search, asked, "--output", tmp_path / "link.jsonl").stdout_bytes == b""
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [line["query"] for line in lines] == queries
     expected = Index.load(index).search(queries, top_k=2)
@@ -218,7 +270,7 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
     ]
     # In a process of its own, where Paddle is imported by the command, and says nothing.
     piped = subprocess.run(
-        [sys.executable, "-m", "paddle_recompute", *command, "-", "--json"],
+        [sys.executable, "-m", "paddle_recompute", *search, "-", "--json"],
         cwd=ROOT,
         input="\n".join(queries),
         capture_output=True,
@@ -231,12 +283,14 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
         rows = [[hit["row"] for hit in one["results"]] for one in (json.loads(given), written)]
         assert rows[0] == rows[1]
     os.mkfifo(tmp_path / "pipe")
-    pipe = run(asked, "--output", str(tmp_path / "pipe"), code=2)
-    assert "is no plain file" in pipe.stderr
-    assert "search needs either queries or --queries FILE" in run("-", "cat", code=2).stderr
-    (tmp_path / "queries.txt").write_text(" \n\n")
-    none = run(asked, "--output", str(tmp_path / "none.jsonl"), code=2)
-    assert "contains no query" in none.stderr
+    (tmp_path / "none.txt").write_text(" \n\n")
+    refused: list[tuple[list[str | Path], str]] = [
+        ([asked, "--output", tmp_path / "pipe"], "is no plain file"),
+        (["-", "cat"], "search needs either queries or --queries FILE"),
+        ([tmp_path / "none.txt", "--output", tmp_path / "none.jsonl"], "contains no query"),
+    ]
+    for arguments, words in refused:
+        assert words in command(*search, *arguments, code=2).stderr
     assert not (tmp_path / "none.jsonl").exists()
 
 
@@ -245,10 +299,10 @@ def test_encode_under_fleetrun(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "command.py"
     script.write_text("from paddle_recompute.app.cli import main\n\nmain()\n")
     output = tmp_path / "shared.npy"
-    command = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
-    command += ["--log_dir", str(tmp_path / "logs"), str(script)]
-    command += ["encode", "--model", str(folder / "run"), str(folder / "texts.txt"), "--output"]
-    done = python(*command, output, timeout=170)
+    launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
+    launch += ["--log_dir", str(tmp_path / "logs"), str(script)]
+    launch += ["encode", "--model", str(folder / "run"), str(folder / "texts.txt"), "--output"]
+    done = python(*launch, output, timeout=170)
     assert done.stdout.count(f"texts, vectors of 16 numbers: {output}") == 1
     encode_file(load_encoder(folder / "run"), folder / "texts.txt", tmp_path / "alone.npy")
     # On an AMD CPU the command takes another path of MKL, which rounds otherwise.
@@ -302,3 +356,86 @@ def test_arguments_of_other_types_are_refused(folder: Path, tmp_path: Path) -> N
             call()
     with pytest.raises(DataError, match=r"own.txt: allowed is a name that ends in .npy"):
         index.save(tmp_path / "own.txt")
+
+
+# ------------------------------------------------------------------------------------------- export
+
+
+def export(run: Path, file_format: str, output: Path) -> list[str | Path]:
+    return ["export", "--model", run, "--format", file_format, "--output", output]
+
+
+@pytest.mark.parametrize("file_format", ["pdparams", "safetensors"])
+def test_the_file_holds_the_weights_and_a_new_model_reads_it(
+    file_format: str, folder: Path, tmp_path: Path
+) -> None:
+    run, output = folder / "run", tmp_path / f"encoder.{file_format}"
+    result = command(*export(run, file_format, output))
+    trained = load_encoder(run)
+    state = {name: tensor.numpy() for name, tensor in trained.model.state_dict().items()}
+    assert f"{len(state)} tensors" in result.output
+    told = json.loads(command(*export(run, file_format, output), "--json").stdout)
+    assert told["written"] == str(output) and told["tensors"] == len(state)
+    models = [
+        build_model(config.model, trained.tokenizer.vocab_size)
+        for config in (tiny(tmp_path, model__init_from=str(output)), tiny(tmp_path))
+    ]
+    load_weights(models[1], output)  # strict: no name more, no name less
+    if file_format == "pdparams":  # Paddle itself sets it as the state of a Layer
+        found = {name: tensor.numpy() for name, tensor in paddle.load(str(output)).items()}
+        models.append(build_model(tiny(tmp_path).model, trained.tokenizer.vocab_size))
+        assert models[2].set_state_dict(paddle.load(str(output))) == ([], [])
+    else:
+        found = load_file(output)
+    read = [{name: one.numpy() for name, one in model.state_dict().items()} for model in models]
+    for tensors in (found, *read):
+        assert tensors.keys() == state.keys()
+        for name, value in state.items():
+            assert np.array_equal(tensors[name], value), name
+
+
+def test_a_suffix_of_the_other_format_and_a_folder_without_a_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "encoder.safetensors"
+    for run, file_format, words in (
+        (folder / "run", "pdparams", "must end in .pdparams"),
+        (tmp_path, "safetensors", "contains no trained model"),
+    ):
+        assert words in command(*export(run, file_format, output), code=2).output
+    assert not output.exists()
+
+
+# ----------------------------------------------------------------------------------------- evaluate
+
+
+@pytest.mark.parametrize("excludes", [False, True])
+def test_a_run_is_evaluated(excludes: bool, folder: Path, tmp_path: Path) -> None:
+    """40 documents and 3 queries, of which one has the id of a document."""
+    documents = [json.dumps({"_id": f"d{n}", "text": text}) for n, text in enumerate(texts(40))]
+    queries = [
+        json.dumps({"_id": name, "text": text})
+        for name, text in (("d7", "big cat"), ("b", "stone river"), ("c", "tree " * 20))
+    ]
+    grades = ["d7\td8\t2", "d7\td9\t1", "b\td20\t1", "c\td30\t3", "c\td31\t1", "c\td32\t2"]
+    files = {"corpus": documents, "queries": queries, "test": grades}
+    write_judged(tmp_path, **{name: "\n".join(lines) for name, lines in files.items()})
+    evaluate = ("evaluate", "--model", folder / "run", "--data", tmp_path)
+    options = ["--json", *(["--exclude-same-id"] if excludes else [])]
+    record = json.loads(command(*evaluate, *options).stdout)
+    encoder, judged = load_encoder(folder / "run"), read_judged(tmp_path)
+    query = encode_texts(encoder, judged.queries, side="query")
+    pool = encode_texts(encoder, judged.pool)
+    without = np.array([7, -1, -1]) if excludes else None
+    assert judged.same_id == [7, -1, -1]
+    wanted = expected(query, pool, judged.answers, without)
+    for name in ("map", "ndcg@10"):
+        assert record["metrics"][name] == pytest.approx(wanted[name], abs=1e-12)
+    assert {"recall@100", "precision@1", "mrr"} < set(record["metrics"])
+    assert (record["queries"], record["pool_size"], record["judgements"]) == (3, 40, 6)
+    assert record["notes"] == ["1 queries are cut after 10 tokens"]
+    shown = command(*evaluate).stdout
+    assert shown.startswith("3 queries, 40 candidates for each\n  1 queries are cut after 10 tok")
+    assert "\nmap           0." in shown
+    refused = command(*evaluate, "--split", "dev", code=2)
+    assert "dev.tsv: there is no such file" in refused.stderr

@@ -68,18 +68,6 @@ def test_they_are_told_in_order(folder: Path) -> None:
     assert read_metrics(folder / "run" / "metrics.jsonl") == noted.records
 
 
-class Failing(Callback):
-    def after_step(self, run: Run) -> None:
-        raise RuntimeError(f"planted in step {run.step}")
-
-
-def test_the_end_is_told_after_an_error_too(folder: Path) -> None:
-    noted = Noting()
-    with pytest.raises(RuntimeError, match="planted in step 1"):
-        Trainer(tiny(folder, **SETTINGS), callbacks=[noted, Failing()]).run()
-    assert noted.seen == [("start", 0, 4), ("step", 1), ("end", 1)]
-
-
 class Gathering(Callback):
     """Uses a collective, which works because all ranks are told the same in the same order."""
 
@@ -134,8 +122,10 @@ class FailingSave(Callback):
 
 @pytest.mark.usefixtures("report")
 def test_a_fault_and_the_start_after_it_are_noted(folder: Path) -> None:
+    noted = Noting()
     with pytest.raises(RuntimeError, match="planted"):
-        Trainer(tiny(folder, **SAVED), callbacks=[FailingSave()]).run()
+        Trainer(tiny(folder, **SAVED), callbacks=[noted, FailingSave()]).run()
+    assert noted.seen[-2:] == [("save", 2), ("end", 2)]  # the end is told after an error too
     Trainer(tiny(folder, **SAVED, train__resume=True)).run()
     events = read_records(folder / "run/events.jsonl", "time")
     kinds = [one["event"] for one in events if one["event"] != "said"]
@@ -152,9 +142,10 @@ def test_a_fault_and_the_start_after_it_are_noted(folder: Path) -> None:
         assert words in text
 
 
-def test_data_and_examples_are_those_of_the_run(finished: Path) -> None:
+def test_the_journal_is_that_of_the_run(finished: Path) -> None:
     record = json.loads((finished / "run/result.json").read_text())
-    events = {one["event"]: one for one in read_records(finished / "run/events.jsonl", "time")}
+    records = read_records(finished / "run/events.jsonl", "time")
+    events = {one["event"]: one for one in records}
     data, examples = events["data"], events["examples"]
     assert examples["when"] == "trained" and len(examples["queries"]) == 7  # each third of 20
     for one in examples["queries"]:
@@ -167,22 +158,8 @@ def test_data_and_examples_are_those_of_the_run(finished: Path) -> None:
         assert counts.sum() == data["train"] and len(counts) == side["longest"] + 1
         mean = (counts * np.arange(len(counts))).sum() / data["train"]
         assert side["mean"] == pytest.approx(mean)
-
-
-def test_a_start_that_changes_nothing_leaves_no_trace(finished: Path) -> None:
-    """Its record is kept; a run in its place begins a journal of its own."""
-    file = finished / "run/events.jsonl"
-    before = file.read_bytes()
-    Trainer(tiny(finished, train__max_steps=2, train__resume=True)).run()
-    assert file.read_bytes() == before
-    Trainer(tiny(finished, train__max_steps=1, train__overwrite=True)).run()
-    starts = [one for one in read_records(file, "time") if one["event"] == "start"]
-    assert len(starts) == 1 and starts[0]["config"]["train"]["max_steps"] == 1
-
-
-def test_a_start_says_what_it_does_and_how_long_it_took(finished: Path) -> None:
-    events = read_records(finished / "run/events.jsonl", "time")
-    said = [one["text"] for one in events if one["event"] == "said"]
+    # A start says what it does, and how long it took.
+    said = [one["text"] for one in records if one["event"] == "said"]
     begun = ("Preparing the", "Cutting", "Measuring", "Building", "Training: steps 1 to 2")
     places = [next(at for at, text in enumerate(said) if text.startswith(one)) for one in begun]
     assert places == sorted(places)

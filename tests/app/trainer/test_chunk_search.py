@@ -244,7 +244,7 @@ def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_pa
         contrastive__tile=64,
         contrastive__mask_false_negatives=True,
         model__num_layers=1,
-        train__max_steps=4,
+        train__max_steps=2,
         train__eval_before=False,
     )
     Trainer(config).run()

@@ -52,12 +52,3 @@ def test_the_tokenizer_is_taken_from_the_folder_of_the_weights(folder: Path) -> 
     assert Trainer(config).run()["steps"] == 1
     kept = find_checkpoint(folder / "run" / "checkpoint").tokenizer_file
     assert kept.read_bytes() == (theirs / "tokenizer.json").read_bytes()
-
-
-def test_a_size_beside_a_tokenizer_has_no_effect(folder: Path) -> None:
-    assert any(
-        said.startswith(
-            "data.vocab_size: 500 has no effect here: the tokenizer vocab.txt has its own"
-        )
-        for said in tiny(folder, data__tokenizer="vocab.txt").without_effect()
-    )

@@ -13,7 +13,7 @@ import pytest
 
 from paddle_recompute import _run_folder
 from paddle_recompute.app.launch import RankFailedError, launch_with_restarts, restarts
-from paddle_recompute.app.report import read_metrics
+from paddle_recompute.app.report import read_metrics, read_records
 from paddle_recompute.app.trainer import Callback, Run, Trainer
 from paddle_recompute.app.trainer.recorder import keep_until
 from paddle_recompute.errors import ConfigError, DataError, LaunchError, OutputError
@@ -28,16 +28,6 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 # ---------------------------------------------------------------------------- a run that is there
-
-
-def test_a_folder_with_a_run_is_refused_with_three_ways_out(finished: Path) -> None:
-    before = contents(finished / "run")
-    with pytest.raises(ConfigError) as caught:
-        Trainer(tiny(finished, **SHORT, train__seed=1)).run()
-    assert f"train.output_dir: {finished / 'run'} holds a run of 2 steps" in str(caught.value)
-    for way in WAYS:
-        assert way in str(caught.value)
-    assert contents(finished / "run") == before
 
 
 def test_a_run_that_saved_nothing_is_there_too(
@@ -71,12 +61,17 @@ class WithoutRecord(Callback):
         assert not (run.folder / "result.json").exists()
 
 
-def test_overwrite_removes_the_run_and_nothing_else(
+def test_a_run_is_refused_with_three_ways_out_and_overwrite_removes_nothing_else(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = finished
     (folder / "run" / "notes.txt").write_text("mine")
     before = contents(folder / "run")
+    with pytest.raises(ConfigError) as caught:
+        Trainer(tiny(folder, **SHORT, train__seed=1)).run()
+    assert f"train.output_dir: {folder / 'run'} holds a run of 2 steps" in str(caught.value)
+    for way in WAYS:
+        assert way in str(caught.value)
     again = {**SHORT, "train__max_steps": 1, "train__overwrite": True, "train__resume": "auto"}
     with pytest.raises(DataError, match="there is no such file"):  # the old run is still there
         Trainer(tiny(folder, **again, data__train_file=str(folder / "none.tsv"))).run()
@@ -89,6 +84,9 @@ def test_overwrite_removes_the_run_and_nothing_else(
     assert kept == {"step-1"}
     assert [record["step"] for record in read_metrics(folder / "run" / "metrics.jsonl")] == [1]
     assert (folder / "run" / "notes.txt").read_text() == "mine"
+    events = read_records(folder / "run" / "events.jsonl", "time")
+    (start,) = [one for one in events if one["event"] == "start"]  # a journal of its own
+    assert start["config"]["train"]["max_steps"] == 1
 
 
 # ---------------------------------------------------------------------------- two runs at once

@@ -5,7 +5,6 @@ Each row of `WAYS` is trained in every one of them.
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
@@ -58,6 +57,7 @@ LEARNED: dict[str, Any] = {
     "contrastive__learnable_temperature": True,
     "contrastive__mask_false_negatives": True,
 }
+MERGED = {"strategy__gradient_merge": True, "strategy__gradient_merge_configs__k_steps": 2}
 LAMB = {"lamb_weight_decay": 0.02, "exclude_from_weight_decay": [".b_0"]}
 LARS = {"lars_coeff": 0.1, "exclude_from_weight_decay": ["layer_norm", ".b_0"]}
 
@@ -98,6 +98,7 @@ WAYS: dict[str, Way] = {
     "plain": (write_pairs, STILL),
     "dropout": (write_pairs, DROPOUT),
     "learned temperature": (write_pairs, {**STILL, **LEARNED}),
+    "merged": (write_pairs, {**DROPOUT, **MERGED}),
     "tiles": (write_pairs, {**STILL, **LEARNED, "contrastive__tile": 3}),
     "chunk_size": (write_pairs, {**DROPOUT, "contrastive__chunk_size": 3}),
     "chunk_tokens": (
@@ -112,10 +113,6 @@ WAYS: dict[str, Way] = {
     ),
     "no duplicates": (write_duplicates, {**STILL, **DISTINCT}),
     "no duplicates in tiles": (write_duplicates, {**STILL, **DISTINCT, "contrastive__tile": 4}),
-    "lamb": (
-        write_pairs,
-        {**STILL, "strategy__lamb": True, "strategy__lamb_configs": LAMB},
-    ),
     "lars": (
         write_pairs,
         {
@@ -125,10 +122,19 @@ WAYS: dict[str, Way] = {
             "train__learning_rate": 0.5,
         },
     ),
+    "lamb": (
+        write_pairs,
+        {**STILL, "strategy__lamb": True, "strategy__lamb_configs": LAMB},
+    ),
 }
-SAMPLE = ["dropout", "chunk_tokens", "hard negatives in tiles", "no duplicates", "lamb"]
+SAMPLE = ["merged", "chunk_tokens", "hard negatives in tiles", "no duplicates", "lamb"]
 TO_THE_BIT = {"chunk_size", "chunk_tokens"}
 """Chunks, loss and order are those of dygraph, in a Program too; so are the masks of dropout."""
+RESUMED = {
+    "merged": [("static", "static")],
+    "chunk_tokens": [("dygraph", "static"), ("static", "dygraph")],
+}
+"""In which mode a run began, and in which it goes on."""
 STEPS = 6
 
 
@@ -153,6 +159,18 @@ def train(folder: Path, name: str, way: str, **changes: Any) -> Path:
     }
     Trainer(tiny(folder, **{**common, **settings, **changes})).run()
     return folder / name
+
+
+def resumed(whole: Path, name: str, way: str, **changes: Any) -> Path:
+    """Train again what `whole` trained: killed after its last but one save, it goes on from there.
+
+    The run is beside `whole`, in a folder called `name`.
+    """
+    run = whole.with_name(name)
+    shutil.copytree(whole, run)
+    shutil.rmtree(find_checkpoint(run / "checkpoint").folder)
+    (run / "result.json").unlink()
+    return train(whole.parent, name, way, **changes, train__resume=True)
 
 
 def losses_of(run: Path) -> list[float]:
@@ -184,20 +202,34 @@ def assert_close(one: Path, other: Path, *, loss: float = LOSS, weight: float = 
 
 @pytest.mark.parametrize("way", sampled(WAYS, SAMPLE))
 def test_a_program_trains_what_dygraph_trains(tmp_path: Path, way: str) -> None:
-    static = train(tmp_path, "static", way, mode="static")
+    # A Program writes its weights back for each evaluation, and for each save: not in one step.
+    settings = {"train__eval_every": 2, "train__save_every": STEPS // 2}
+    runs = {
+        mode: train(tmp_path, mode, way, mode=mode, **settings) for mode in ("static", "dygraph")
+    }
+    static, dygraph = runs.values()
     assert len(losses_of(static)) == STEPS
-    dygraph = train(tmp_path, "dygraph", way)
+    if WAYS[way][0] is write_pairs:  # others hold out 2 pairs alone
+        scores = [
+            [one["valid"]["mrr"] for one in read_metrics(run / "metrics.jsonl") if "valid" in one]
+            for run in (static, dygraph)
+        ]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-3) and len({*scores[0]}) > 1
     if way in TO_THE_BIT:
         assert_close(static, dygraph, loss=0, weight=0)
     elif way in ("lamb", "lars"):
         assert_close(static, dygraph, loss=TRUST_RATIO, weight=TRUST_RATIO)
     else:
         assert_close(static, dygraph)
-    if way == "dropout":
-        assert losses_of(dygraph) != losses_of(train(tmp_path, "still", "plain"))
+    if way == "merged":
+        still = train(tmp_path, "still", "plain", **MERGED, train__max_steps=1)
+        assert losses_of(dygraph)[0] != losses_of(still)[0]
     if "contrastive__learnable_temperature" in WAYS[way][1]:
         assert "loss/logit_scale:moment1" in moments_of(static)
         assert len(set(temperatures_of(static))) == STEPS
+    for began, mode in RESUMED.get(way, []):
+        run = resumed(runs[began], f"{began} {mode}", way, mode=mode, **settings)
+        assert_close(run, runs[mode], loss=0, weight=0)
 
 
 @pytest.mark.parametrize("kind", ["lamb", "lars"])
@@ -262,7 +294,6 @@ def test_a_compiled_model_trains_what_it_trains_in_eager_execution(
     assert_close(compiled, eager, loss=COMPILED, weight=COMPILED)
 
 
-MERGED = {"strategy__gradient_merge": True, "strategy__gradient_merge_configs__k_steps": 2}
 INTERRUPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "learned in chunks of pairs": ("chunk_size", LEARNED),
     "learned in chunks of tokens": ("chunk_tokens", {}),
@@ -270,7 +301,6 @@ INTERRUPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "other batches in the second epoch": ("no duplicates", DROPOUT),
     "lamb": ("lamb", DROPOUT),
     "lars": ("lars", DROPOUT),
-    "a Program": ("dropout", {"mode": "static", **MERGED}),
 }
 
 
@@ -278,32 +308,13 @@ INTERRUPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "name", sampled(INTERRUPTED, INTERRUPTED.keys() - {"learned in chunks of pairs", "lamb"})
 )
 def test_a_resumed_run_repeats_the_bits(tmp_path: Path, name: str) -> None:
-    """A run that was killed after its last but one save: it goes on from there."""
     way, changes = INTERRUPTED[name]
     steps = 12 if "epoch" in name else STEPS
     settings = {**changes, "train__max_steps": steps, "train__save_every": steps // 2}
     whole = train(tmp_path, "whole", way, **settings)
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
-    shutil.rmtree(run / "checkpoint" / f"step-{steps}")
-    (run / "result.json").unlink()
-    train(tmp_path, "run", way, **settings, train__resume=True)
+    run = resumed(whole, "run", way, **settings)
     assert_same_run(run, whole)
     assert temperatures_of(run) == temperatures_of(whole)
-
-
-IN_BOTH_MODES = [*itertools.product(["learned temperature", "chunk_size"], ["dygraph", "static"])]
-
-
-@pytest.mark.parametrize(
-    ("way", "first"),
-    sampled(IN_BOTH_MODES, [("learned temperature", "dygraph"), ("chunk_size", "static")]),
-)
-def test_a_run_is_resumed_in_the_other_mode(tmp_path: Path, way: str, first: str) -> None:
-    second = {"dygraph": "static", "static": "dygraph"}[first]
-    train(tmp_path, "both", way, mode=first, train__max_steps=3)
-    run = train(tmp_path, "both", way, mode=second, train__resume=True)
-    assert_close(run, train(tmp_path, "whole", way))
 
 
 # ----------------------------------------------------------------------------------- two ranks
@@ -360,14 +371,17 @@ def train_or_go_on(folder: str, **changes: Any) -> None:
     train(Path(folder), "run", "plain", train__resume="auto", **changes)
 
 
-@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
-def test_another_number_of_ranks_goes_on(before: int, now: int, tmp_path: Path) -> None:
+def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     whole = train(tmp_path, "whole", "plain")
-    for ranks, steps in ((before, 3), (now, STEPS)):
-        given = {"folder": str(tmp_path), "launch__num_ranks": ranks, "train__max_steps": steps}
-        if ranks == 1:
-            train_or_go_on(**given)
-        else:
-            run_ranks(train_or_go_on, ranks, **given)
-    assert len(losses_of(tmp_path / "run")) == STEPS
-    assert_close(tmp_path / "run", whole, loss=1e-4, weight=WEIGHT_ON_RANKS)
+    for both in ((2, 1), (1, 2)):
+        folder = tmp_path / f"from{both[0]}"
+        folder.mkdir()
+        write_pairs(folder / "pairs.tsv")
+        for ranks, steps in zip(both, (3, STEPS), strict=True):
+            given = {"folder": str(folder), "launch__num_ranks": ranks, "train__max_steps": steps}
+            if ranks == 1:
+                train_or_go_on(**given)
+            else:
+                run_ranks(train_or_go_on, ranks, **given)
+        assert len(losses_of(folder / "run")) == STEPS
+        assert_close(folder / "run", whole, loss=1e-4, weight=WEIGHT_ON_RANKS)

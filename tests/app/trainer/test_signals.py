@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
 
-from paddle_recompute.app import cli
 from paddle_recompute.app.report import append_record
 from paddle_recompute.app.trainer import Callback, Run, Trainer, recorder
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import StoppedError
+from tests.app.commands import command
 from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
 from tests.ranks import ROOT, ranks_started_by, run_ranks
 
@@ -40,10 +39,6 @@ def write_config(folder: Path, name: str, **changes: Any) -> Path:
 # --------------------------------------------------------------------------------- one process
 
 
-def run_here(config: Path) -> Result:
-    return CliRunner().invoke(cli.main, ["train", "--config", str(config)])
-
-
 def test_one_process_saves_its_step_and_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,13 +50,12 @@ def test_one_process_saves_its_step_and_goes_on_to_the_same_bits(
     config = write_config(tmp_path, "run", train__resume="auto", train__save_every=100)
     with monkeypatch.context() as patch:
         patch.setattr(recorder, "append_record", interrupt_and_write)
-        stopped = run_here(config)
-    assert stopped.exit_code == 130, stopped.output
+        stopped = command("train", "--config", config, code=130)
     assert "Stopped by SIGINT; the steps so far are saved" in stopped.output
     assert "Traceback" not in stopped.output
     assert find_checkpoint(tmp_path / "run" / "checkpoint").step == 4
-    assert run_here(config).exit_code == 0
-    assert run_here(write_config(tmp_path, "whole")).exit_code == 0
+    for one in (config, write_config(tmp_path, "whole")):
+        command("train", "--config", one)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 

@@ -47,10 +47,14 @@ from tests.ranks import run_ranks
 from tests.train_step.half_precision import pretended_gpu, rounded
 
 
-def unmeasured(train: Any) -> Any:
-    """For runs on ranks, which conftest.py does not reach: without memory and report, as there."""
-    train = mock.patch.object(chunk_search, "measure_step", lambda *_: 1)(train)
+def without_report(train: Any) -> Any:
+    """For runs on ranks, which conftest.py does not reach."""
     return mock.patch.object(trainer_module, "write_report", lambda *_, **__: None)(train)
+
+
+def unmeasured(train: Any) -> Any:
+    """As `without_report`; nor is memory measured."""
+    return without_report(mock.patch.object(chunk_search, "measure_step", lambda *_: 1)(train))
 
 
 NUM_PAIRS = 76  # 20 of them held out: 56 for training, 7 steps of 8 in an epoch
@@ -194,17 +198,15 @@ def interrupt_in_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(step.TrainStep, "__call__", dying_train_step)
 
 
-def test_resume_needs_no_cache_but_the_model_that_it_was(finished: Path) -> None:
+def test_resume_needs_no_cache(finished: Path) -> None:
     before = find_checkpoint(finished / "run" / "checkpoint").tokenizer_file.read_bytes()
     longer = {"train__max_steps": 3, "train__resume": True}
-    with pytest.raises(CheckpointError, match=r"another model: model\.num_layers was 2, is 1"):
-        Trainer(tiny(finished, **longer, model__num_layers=1)).run()
     Trainer(tiny(finished, **longer, data__cache_dir=str(finished / "empty"))).run()
     after = find_checkpoint(finished / "run" / "checkpoint")
     assert (after.step, after.tokenizer_file.read_bytes()) == (3, before)
 
 
-def test_resume_of_a_finished_run_keeps_its_record(
+def test_resume_of_a_finished_run_keeps_its_record_or_makes_it(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = finished / "run"
@@ -218,14 +220,9 @@ def test_resume_of_a_finished_run_keeps_its_record(
         assert "20 held-out queries" in shown
     after = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     assert after == before
-
-
-def test_a_finished_run_without_a_record_is_evaluated(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It was killed in its last evaluation: what its steps were is in the checkpoint."""
-    file = finished / "run" / "result.json"
-    first = json.loads(file.read_text()) | {"output_dir": str(finished / "run")}
+    # It was killed in its last evaluation: what its steps were is in the checkpoint.
+    file = output / "result.json"
+    first = json.loads(file.read_text()) | {"output_dir": str(output)}
     file.unlink()
     again = Trainer(tiny(finished, train__max_steps=2, train__resume=True)).run()
     assert "has no record of step 2: the model is evaluated" in capsys.readouterr().out
@@ -327,9 +324,11 @@ def test_recompute_and_measuring_memory_change_no_bit(
     assert_same_run(folder / "run", folder / "measured")
 
 
+@without_report
 def train_six_layers(folder: str) -> dict[str, Any]:
-    shape = {"model__num_layers": 6, "contrastive__global_batch": 32, "train__max_steps": 3}
-    return Trainer(tiny(Path(folder), **shape, train__measure_plain=True)).run()
+    shape = {"model__num_layers": 6, "contrastive__global_batch": 32}
+    short = {"train__max_steps": 1, "train__eval_before": False, "train__measure_plain": True}
+    return Trainer(tiny(Path(folder), **shape, **short)).run()
 
 
 def test_recompute_takes_less_memory_than_plain(folder: Path) -> None:
@@ -383,7 +382,8 @@ def test_loss_that_is_no_number_stops_the_run(
         return loss * (float("nan") if next(losses) == 3 else 1.0)
 
     monkeypatch.setattr(ContrastiveLoss, "forward", forward)
-    with pytest.raises(DivergenceError, match=r"step 3: the loss is nan"):
+    told = "^step 3: the loss is nan.* The weights are finite; the loss is the first that is not"
+    with pytest.raises(DivergenceError, match=told):
         Trainer(tiny(folder, train__save_every=2)).run()
     assert find_checkpoint(folder / "run" / "checkpoint").step == 2
     assert [record["step"] for record in read_metrics(folder / "run" / "metrics.jsonl")] == [1, 2]

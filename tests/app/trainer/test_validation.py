@@ -143,15 +143,3 @@ def test_ranks_agree(folder: Path) -> None:
     assert record["best_mrr"] == max(one["mrr"] for one in valid_of(folder / "run").values())
     assert (early["best_ndcg@10"], early["best_step"]) == (-0.1, 2)  # `scripted`: it falls first
     assert (early["steps"], early["stopped_early"]) == (4, True)
-
-
-def test_a_program_is_evaluated_as_dygraph_is(folder: Path) -> None:
-    found = []
-    for mode in ("static", "dygraph"):
-        output = {"train__output_dir": str(folder / mode), "train__max_steps": 2}
-        still = {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0}
-        settings = {**EVERY_2, **output, **still, "train__eval_every": 1, "mode": mode}
-        Trainer(tiny(folder, **settings)).run()
-        found.append([one["mrr"] for one in valid_of(folder / mode).values()])
-    assert found[0][0] != found[0][1]
-    assert found[0] == pytest.approx(found[1], abs=1e-3)
