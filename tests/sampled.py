@@ -47,7 +47,6 @@ LEFT_OUT_ON_26 = {
 }
 EVERY_ON_DEVICE = {
     # Each copy, collective and operator of these is in each of their cases.
-    _CACHE + ".py::test_equal_to_the_unchunked_step_without_dropout": 5,
     _CACHE + ".py::test_same_bits_as_one_loss_over_the_same_chunks": 3,
     _CACHE + "_memory.py::test_the_peak_is_that_of_one_chunk": 2,
     _CACHE + "_replay.py::test_what_is_changed_between_the_forwards_is_seen": 7,

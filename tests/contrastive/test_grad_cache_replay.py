@@ -34,24 +34,30 @@ from tests.contrastive.encoders import (
 )
 
 
-class OtherStreams(paddle.nn.Layer):
-    """Noise from NumPy and Python on top of Paddle's dropout."""
+class OtherStreams(Encoder):
+    """Noise from NumPy and Python on top of Paddle's dropout, drawn by a hook of a Layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_found: bool) -> None:
         super().__init__()
-        self.encoder = Encoder()
-        self.noise: list[float] = []
+        noise = paddle.nn.Identity()
+        noise.register_forward_post_hook(
+            lambda layer, inputs, output: output * (np.random.rand() + random.random())
+        )
+        self.holder = paddle.nn.Layer()
+        self.holder.parts = [noise]
+        if is_found:
+            self.noise = noise
 
     def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
-        self.noise.append(np.random.rand() + random.random())
-        return self.encoder(ids) * self.noise[-1]
+        return self.holder.parts[0](super().forward(ids))
 
 
-def test_streams_of_numpy_and_python() -> None:
+@pytest.mark.parametrize("is_found", [True, False], ids=["a sublayer", "met when it is called"])
+def test_streams_of_numpy_and_python(is_found: bool) -> None:
     found = []
     for is_cached in (False, True):
         paddle.seed(1)
-        encoder = OtherStreams()
+        encoder = OtherStreams(is_found)
         step(is_cached, encoder)
         found.append([*gradients(encoder), np.random.rand(), random.random()])
     assert same_bits(found[1], found[0])
