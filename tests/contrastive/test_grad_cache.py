@@ -314,8 +314,11 @@ class Turns:
             self._turns[1 - place].release()
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["", "the second fails"])
-@pytest.mark.parametrize("alone", [0, 3, 9], ids="the first is {} calls ahead".format)
+@pytest.mark.parametrize(
+    ("alone", "fails"),
+    [(0, False), (9, False), (3, True)],
+    ids=["in turn", "the first is ahead", "the second fails"],
+)
 def test_hooks_of_another_thread_s_step_are_its_own(alone: int, fails: bool) -> None:
     """Two threads, each with an encoder and hooks of its own, change over at each chunk."""
     encoders, turns, found = [make(1, dropout=0.0) for _ in range(2)], Turns(), {}

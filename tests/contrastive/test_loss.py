@@ -192,7 +192,7 @@ def test_tiles_normalize_as_paddle_does(hard: bool) -> None:
 
 @pytest.mark.skipif(not _memory.can_reset_peak(), reason="Paddle 2.6 cannot restart a peak")
 def test_tiles_normalize_without_a_copy() -> None:
-    tensors = [paddle.to_tensor(unit_rows((4096, 64), s), stop_gradient=False) for s in (0, 1)]
+    tensors = [paddle.to_tensor(unit_rows((2048, 64), s), stop_gradient=False) for s in (0, 1)]
     both = 2 * tensors[0].numpy().nbytes
     for normalize in (False, True):
         for one in tensors:

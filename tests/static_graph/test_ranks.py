@@ -15,11 +15,10 @@ import pytest
 from paddle import distributed as dist
 from paddle.static import InputSpec
 
-from paddle_recompute import ContrastiveLoss, TrainStep, apply_recompute
+from paddle_recompute import ContrastiveLoss
 from paddle_recompute._paddle.static import ranks
 from paddle_recompute.errors import DataError, PeerError
 from paddle_recompute.static_graph import ProgramCache, StaticTrainStep, mark_checkpoint
-from paddle_recompute.train_step.optimizer import build_optimizer
 from tests.bfloat16 import needs_bfloat16
 from tests.distributed.mortal_ranks import results_of
 from tests.distributed.test_mortal_ranks import Death
@@ -45,6 +44,7 @@ from tests.static_graph.test_train_step import (
     SAME_PARAMETERS,
     assert_same,
     config_of,
+    in_dygraph,
     tensors,
 )
 
@@ -84,7 +84,7 @@ def run_case(rank: int, *, build: Callable[[], Any] = stack, **options: Any) -> 
         both = random.randn(2 * BATCH, HIDDEN).astype("float32")
         return {"x": both[rank * BATCH : (rank + 1) * BATCH]}
 
-    return train(build, feeds=own_half, steps=6, **options)
+    return train(build, feeds=own_half, steps=3, **options)
 
 
 def worker(folder: Path) -> tuple[dict[str, Run], list[float]]:
@@ -246,18 +246,13 @@ def test_negatives_of_all_ranks() -> None:
     for section, value in state.items():
         assert_same(value, other_state[section])
 
-    config = config_of()
     model = Pairs()
-    apply_recompute(model, config.recompute)
     one_process = pair_step()
     one_process.build(pairs()[0])
     model.set_state_dict(
         {name: paddle.to_tensor(one) for name, one in one_process.state_dict()["model"].items()}
     )
-    optimizer = build_optimizer(config.optimizer, model, config.learning_rate)
-    dygraph = TrainStep(
-        model, optimizer, loss_fn=loss_of_pairs, clip_grad_norm=config.train.clip_grad_norm
-    )
+    _, dygraph = in_dygraph(config_of(), model, loss_fn=loss_of_pairs)
     for batch, result in zip(pairs(), results, strict=True):
         for expected in (one_process([batch]), dygraph([tensors(batch)])):
             assert result == pytest.approx(
