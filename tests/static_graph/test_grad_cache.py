@@ -240,7 +240,7 @@ class Deep(Encoder):
 
     def __init__(self) -> None:
         super().__init__(0.1)
-        self.layers = Stack(12, 0.1).layers
+        self.layers = Stack(8, 0.1).layers
 
 
 def peaks_of(rows: int, chunk: int, steps: int) -> Iterator[int]:
@@ -260,8 +260,8 @@ def test_memory_is_that_of_a_chunk() -> None:
     """A fraction of the whole batch's, though not an eighth: on a CPU an executor's thread frees
     late, up to 0.4 of the whole on a loaded machine, also where the least of eight steps is taken.
     """
-    whole = min(peaks_of(1024, 1024, steps=2))
-    assert any(peak < whole / 2 for peak in peaks_of(1024, 128, steps=8))
+    whole = min(peaks_of(512, 512, steps=2))
+    assert any(peak < whole / 2 for peak in peaks_of(512, 64, steps=8))
 
 
 # ---------------------------------------------------------------------------------- faults
