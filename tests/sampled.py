@@ -21,9 +21,12 @@ _STEP = "tests/train_step/test_"
 _TRAINED = "tests/app/trainer/test_same_training.py::"
 
 EVERY = {
-    # Of each n cases one: n fits no period of the table. A Program is built for each of them.
+    # Of each n cases one: n fits no period of the table. The fuzzers draw such cases, too.
+    "tests/contrastive/test_loss.py::test_every_combination_is_that_of_the_reference": 5,
+    "tests/contrastive/test_loss.py::test_loss_and_gradients_are_those_of_the_reference": 5,
     "tests/contrastive/test_loss_static.py::"
-    "test_program_has_the_loss_and_gradients_of_the_reference": 3,
+    "test_program_has_the_loss_and_gradients_of_the_reference": 7,
+    "tests/recompute/test_side_effects.py::test_filled_state": 7,
 }
 EVERY_ON_26 = {
     _STATIC + "recompute.py::test_a_batch_norm_leaves_its_running_statistics": 2,
@@ -47,7 +50,6 @@ LEFT_OUT_ON_26 = {
 }
 EVERY_ON_DEVICE = {
     # Each copy, collective and operator of these is in each of their cases.
-    _CACHE + ".py::test_equal_to_the_unchunked_step_without_dropout": 5,
     _CACHE + ".py::test_same_bits_as_one_loss_over_the_same_chunks": 3,
     _CACHE + "_memory.py::test_the_peak_is_that_of_one_chunk": 2,
     _CACHE + "_replay.py::test_what_is_changed_between_the_forwards_is_seen": 7,

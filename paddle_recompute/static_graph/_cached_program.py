@@ -159,11 +159,12 @@ class CachedProgram:
             has_gradient = {name for one in every for name in one.gradients}
             norm, sums, in_training, state, main = _update(builder, of_loss, has_gradient)
         encoders = {one: ProgramEncoder(known[one], state) for one in known}
-        cache = wanted.over(tuple(encoders[one] for one in pair))
         explained = next((one.backward.main for one in every if one.backward), main)
-        built = cls(norm, cache, loss, set(of_loss), sums, explained, in_training, state, main)
-        if loss is not None:
-            built._set_parameters_of_loss()
+        with training.dygraph_mode():
+            cache = wanted.over(tuple(encoders[one] for one in pair))
+            built = cls(norm, cache, loss, set(of_loss), sums, explained, in_training, state, main)
+            if loss is not None:
+                built._set_parameters_of_loss()
         return built
 
     def fed(self, micro_batch: Any) -> Any:

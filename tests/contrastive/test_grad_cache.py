@@ -40,19 +40,22 @@ TOLERANCE = 1e-5
 """A sum over the rows of a batch is rounded in another order when the rows come in chunks."""
 
 SIZES = {"one row": 1, "divisor": 8, "uneven": 5, "whole": BATCH, "more than there is": 100}
-each_number_of_towers = pytest.mark.parametrize("towers", [1, 2], ids=["tied", "separate"])
 
 
 @pytest.mark.parametrize("chunk_size", [*SIZES.values(), None], ids=[*SIZES, "no chunks"])
-@each_number_of_towers
-@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned temperature"])
+@pytest.mark.parametrize("towers", [1, 2], ids=["tied", "separate"])
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned temperature, hooks"])
 def test_same_bits_as_one_loss_over_the_same_chunks(
     chunk_size: int | None, towers: int, learned: bool
 ) -> None:
+    """With hooks on the parameters too: they get the sum over all chunks, once."""
     encoders, query, positive = make(towers), texts(1), texts(2)
     loss = ContrastiveLoss(0.1, normalize=True, learnable_temperature=True)
     trained = (encoders, loss) if learned else (encoders,)
     criteria = loss if learned else criterion
+    hooks = [Counting() for _ in parameters(*trained)] if learned else []
+    for parameter, hook in zip(parameters(*trained), hooks, strict=learned):
+        parameter.register_hook(hook)
     paddle.seed(3)
     expected_loss = one_shot(encoders, criteria, query, positive, chunk_size=chunk_size)
     expected, stream = gradients(*trained), paddle.rand([1]).item()
@@ -64,24 +67,9 @@ def test_same_bits_as_one_loss_over_the_same_chunks(
     assert value.shape == [] and value.stop_gradient
     assert value.item() == expected_loss.item()
     assert same_bits(gradients(*trained), expected)
+    assert {hook.calls for hook in hooks} <= {0, 2}  # in each of both steps, where it is used
     assert paddle.rand([1]).item() == stream, "the random stream stands where a step leaves it"
     assert cache.num_chunks == 2 * -(-BATCH // (chunk_size or BATCH))
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [{"chunk_size": size} for size in SIZES.values()]
-    + [{"chunk_tokens": tokens} for tokens in (1, 25, 10_000)],
-    ids=str,
-)
-@each_number_of_towers
-def test_equal_to_the_unchunked_step_without_dropout(towers: int, chunks: dict[str, int]) -> None:
-    encoders, query, positive = make(towers, dropout=0.0), texts(1), texts(2)
-    expected_loss = one_shot(encoders, criterion, query, positive)
-    expected = gradients(encoders)
-    loss = GradCache(encoders, criterion, **chunks).backward(query, positive)
-    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
-    assert relative_difference(gradients(encoders), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -95,6 +83,17 @@ def test_with_recompute_inside(recompute: dict[str, Any]) -> None:
     step(False, plain)
     step(True, encoder)
     assert same_bits(gradients(encoder), gradients(plain))
+
+
+class Counting:
+    """A hook that is not linear, and how often it ran."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, gradient: paddle.Tensor) -> paddle.Tensor:
+        self.calls += 1
+        return gradient * gradient + 0.01
 
 
 def of_heads(query: dict[str, Any], positive: dict[str, Any]) -> paddle.Tensor:
@@ -172,8 +171,11 @@ def test_methods_of_one_layer_are_encoders() -> None:
     assert same_bits(*both((model.of_query, model.of_positive), model))
 
 
-@pytest.mark.parametrize("chunks", [{"chunk_size": 5}, {"chunk_tokens": 30}], ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-3), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "chunks"),
+    [("float16", 2e-3, {"chunk_size": 5}), ("bfloat16", 2e-2, {"chunk_tokens": 30})],
+    ids=str,
+)
 def test_embeddings_in_half_precision(dtype: str, tolerance: float, chunks: dict[str, int]) -> None:
     """Rounded, as under AMP."""
     encoder, query, positive = make(1, dropout=0.0), texts(1), texts(2)
@@ -259,17 +261,6 @@ def square(gradient: paddle.Tensor) -> paddle.Tensor:
     return gradient * gradient
 
 
-class Counting:
-    """A hook that is not linear, and how often it ran."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, gradient: paddle.Tensor) -> paddle.Tensor:
-        self.calls += 1
-        return gradient * gradient + 0.01
-
-
 def test_a_hook_on_the_input_runs_once_per_chunk() -> None:
     linear, norms = paddle.nn.Linear(6, 5), []
 
@@ -280,18 +271,6 @@ def test_a_hook_on_the_input_runs_once_per_chunk() -> None:
 
     GradCache(encoder, criterion, chunk_size=2).backward(paddle.randn([8, 6]), paddle.randn([8, 6]))
     assert len(norms) == 8
-
-
-@pytest.mark.parametrize("towers", [1, 2], ids=["tied", "separate"])
-@pytest.mark.parametrize("size", [1, SIZE, 24])
-def test_once_on_the_sum(towers: int, size: int) -> None:
-    encoders = make(towers)
-    hooks = [Counting() for _ in parameters(encoders)]
-    for parameter, hook in zip(parameters(encoders), hooks, strict=True):
-        parameter.register_hook(hook)
-    assert same_bits(*both(encoders, chunk_size=size))
-    # Once in each of both steps, where the parameter is used.
-    assert {hook.calls for hook in hooks} <= {0, 2}
 
 
 def test_hooks_can_be_removed_and_come_back_after_an_error() -> None:
@@ -335,8 +314,11 @@ class Turns:
             self._turns[1 - place].release()
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["", "the second fails"])
-@pytest.mark.parametrize("alone", [0, 3, 9], ids="the first is {} calls ahead".format)
+@pytest.mark.parametrize(
+    ("alone", "fails"),
+    [(0, False), (9, False), (3, True)],
+    ids=["in turn", "the first is ahead", "the second fails"],
+)
 def test_hooks_of_another_thread_s_step_are_its_own(alone: int, fails: bool) -> None:
     """Two threads, each with an encoder and hooks of its own, change over at each chunk."""
     encoders, turns, found = [make(1, dropout=0.0) for _ in range(2)], Turns(), {}

@@ -34,25 +34,19 @@ from tests.contrastive.encoders import (
 )
 
 
-class OtherStreams(paddle.nn.Layer):
-    """Noise from NumPy and Python on top of Paddle's dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Encoder()
-        self.noise: list[float] = []
-
-    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
-        self.noise.append(np.random.rand() + random.random())
-        return self.encoder(ids) * self.noise[-1]
-
-
-def test_streams_of_numpy_and_python() -> None:
-    found = []
+@pytest.mark.parametrize("is_found", [True, False], ids=["a sublayer", "met when it is called"])
+def test_streams_of_numpy_and_python(is_found: bool) -> None:
+    """Noise on top of Paddle's dropout, which a hook of a Layer draws."""
+    noise, found = paddle.nn.Identity(), []
+    noise.register_forward_post_hook(
+        lambda layer, inputs, output: output * (np.random.rand() + random.random())
+    )
     for is_cached in (False, True):
-        paddle.seed(1)
-        encoder = OtherStreams()
-        step(is_cached, encoder)
+        encoder = make(1)
+        encoder.words.weight.noise = noise  # no search looks into tensors
+        if is_found:
+            encoder.noise = noise
+        step(is_cached, lambda ids, encoder=encoder: encoder.words.weight.noise(encoder(ids)))
         found.append([*gradients(encoder), np.random.rand(), random.random()])
     assert same_bits(found[1], found[0])
 

@@ -13,7 +13,7 @@ from paddle.base import core
 
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
-from paddle_recompute.contrastive import ContrastiveLoss, GradCache, text_ids
+from paddle_recompute.contrastive import ContrastiveLoss, text_ids
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.loss_reference import (
     UNDERFLOW,
@@ -59,9 +59,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("tile", [None, 1, 5, 12, 100])
+@pytest.mark.parametrize("tile", [None, 1, 5])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.05, 0.02, 0.001])
+@pytest.mark.parametrize("temperature", [1.0, 0.02, 0.001])
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_the_reference(
     case: str, temperature: float, symmetric: bool, tile: int | None
@@ -192,7 +192,7 @@ def test_tiles_normalize_as_paddle_does(hard: bool) -> None:
 
 @pytest.mark.skipif(not _memory.can_reset_peak(), reason="Paddle 2.6 cannot restart a peak")
 def test_tiles_normalize_without_a_copy() -> None:
-    tensors = [paddle.to_tensor(unit_rows((4096, 64), s), stop_gradient=False) for s in (0, 1)]
+    tensors = [paddle.to_tensor(unit_rows((2048, 64), s), stop_gradient=False) for s in (0, 1)]
     both = 2 * tensors[0].numpy().nbytes
     for normalize in (False, True):
         for one in tensors:
@@ -386,30 +386,15 @@ def test_the_largest_of_the_dims_is_the_whole_vector(dims: list[int]) -> None:
 
 @pytest.mark.parametrize("tile", [None, 4])
 @pytest.mark.parametrize("start", [1.0, 5.0])
-@pytest.mark.parametrize("cached", [False, True], ids=["plain", "GradCache"])
-def test_the_encoder_may_use_the_learned_scale_too(
-    tile: int | None, start: float, cached: bool
-) -> None:
-    """Below the limit and above it; nothing is written before all backwards have ended."""
+def test_the_encoder_may_use_the_learned_scale_too(tile: int | None, start: float) -> None:
+    """Below the limit and above it; GradCache has the same (tests/fuzz/test_grad_cache.py)."""
     paddle.seed(1)
     linear = paddle.nn.Linear(QUERY.shape[1], 4)
     loss = ContrastiveLoss(0.01, learnable_temperature=True, tile=tile)
     loss.logit_scale.set_value(paddle.full([1], start))
 
-    class Encoder(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.scale = linear, loss.logit_scale
-
-        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-            return self.linear(x) * self.scale
-
-    encoder = Encoder()
     inputs = [paddle.to_tensor(one) for one in (QUERY, POSITIVE)]
-    if cached:
-        GradCache(encoder, loss, chunk_size=3).backward(*inputs)
-    else:
-        loss(*(encoder(one) for one in inputs)).backward()
+    loss(*(linear(one) * loss.logit_scale for one in inputs)).backward()
     found = [linear.weight.grad.numpy().copy(), loss.logit_scale.grad.item()]
     assert loss.logit_scale.item() == pytest.approx(min(start, math.log(100.0)))
     linear.clear_gradients()

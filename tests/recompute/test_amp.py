@@ -15,7 +15,7 @@ from paddle.base import core
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from tests.recompute.contract import Run, Seen, case, leaf
 
-OFF, O1, O2 = core.AmpLevel.O0, core.AmpLevel.O1, core.AmpLevel.O2
+O1, O2 = core.AmpLevel.O1, core.AmpLevel.O2
 
 
 def amp(level: Any, dtype: str = "bfloat16", white: tuple[str, ...] = ("matmul",)) -> Any:
@@ -40,34 +40,31 @@ class Watching(paddle.nn.Layer):
         return self.linear(x).tanh()
 
 
-def step(run: Run, forward: Any, backward: Any) -> Seen:
+BF16_O1 = {"level": O1, "dtype": "bfloat16"}
+STATES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "AMP O1 in float16": ({"level": O1, "dtype": "float16"}, None),
+    "AMP O1 in bfloat16": (BF16_O1, None),
+    "AMP O2 in float16": ({"level": O2, "dtype": "float16"}, None),
+    "AMP O2 in bfloat16": ({"level": O2, "dtype": "bfloat16"}, None),
+    "AMP lists of the user's own": ({"level": O1, "white": ("tanh", "softmax")}, None),
+    "one AMP state in the forward, another in the backward": (
+        BF16_O1, {"level": O2, "dtype": "float16"},
+    ),
+}  # fmt: skip
+"""That of the forward, and that of the backward: None is none."""
+
+
+@case("{what}", what=list(STATES))
+def test_amp(run: Run, what: str) -> Seen:
+    forward, backward = STATES[what]
     block, x = Watching(), leaf(3, 4)
-    with forward:
+    with amp(**forward):
         y = run(block, x * 2)
-    with backward:
+    with amp(**backward) if backward else contextlib.nullcontext():
         y.square().sum().backward()
         during = state()
-    return {
-        "x": x,
-        "block": block,
-        "states": [block.states[0], block.states[-1]],
-        "state in the backward": during,
-    }
-
-
-@case("AMP {level} in {dtype}", level=["O1", "O2"], dtype=["float16", "bfloat16"])
-def test_amp(run: Run, level: str, dtype: str) -> Seen:
-    return step(run, amp(getattr(core.AmpLevel, level), dtype), contextlib.nullcontext())
-
-
-@case("AMP lists of the user's own")
-def test_lists(run: Run) -> Seen:
-    return step(run, amp(O1, white=("tanh", "softmax")), contextlib.nullcontext())
-
-
-@case("one AMP state in the forward, another in the backward")
-def test_another_in_the_backward(run: Run) -> Seen:
-    return step(run, amp(O1, "bfloat16"), amp(O2, "float16"))
+    states = [block.states[0], block.states[-1]]
+    return {"x": x, "block": block, "states": states, "state in the backward": during}
 
 
 @case("two blocks under different AMP states")

@@ -9,11 +9,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import recompute
 from tests.recompute.contract import Run, assert_as_plain, leaf
@@ -128,53 +126,3 @@ def test_a_layer_that_the_function_makes_itself_is_no_stranger() -> None:
         return [x]
 
     assert_as_plain(outcome)
-
-
-class Swap(paddle.nn.Layer):
-    """Its forward exchanges a sublayer for another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 4)
-        self.current = self.first
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        y = paddle.tanh(self.current(x))
-        self.current = self.second if self.current is self.first else self.first
-        return y
-
-
-class LateLayer(paddle.nn.Layer):
-    """Calls a Layer that is in a list of another one; it draws from NumPy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.holder = Encoder(paddle.nn.Dropout(0.0))
-        self.holder.linear = paddle.nn.Linear(4, 4)
-        self.holder.parts[0].register_forward_post_hook(
-            lambda layer, inputs, y: paddle.tanh(y * float(np.random.rand()))
-        )
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return self.holder.parts[0](self.holder.linear(x))
-
-
-@pytest.mark.parametrize("make", [LateLayer, Swap])
-def test_chunks_of_a_gradient_cache(make: Callable[[], paddle.nn.Layer]) -> None:
-    query, positive = leaf(6, 4).detach(), leaf(6, 4).detach() * 2
-
-    def loss_fn(one: paddle.Tensor, other: paddle.Tensor) -> paddle.Tensor:
-        return (one * other).sum()
-
-    found = []
-    for cached in (False, True):
-        paddle.seed(1), np.random.seed(1)
-        model = make()
-        if cached:
-            GradCache(model, loss_fn, chunk_size=2).backward(query, positive)
-        else:
-            rows = [[model(side[i : i + 2]) for i in (0, 2, 4)] for side in (query, positive)]
-            loss_fn(*map(paddle.concat, rows)).backward()
-        found.append([p.grad.numpy() for p in model.parameters() if p.grad is not None])
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)  # sums in another order

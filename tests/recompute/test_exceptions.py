@@ -56,8 +56,9 @@ class Chain(paddle.nn.Layer):
 
 @pytest.mark.parametrize("again", [False, True], ids=["left out", "called again"])
 @pytest.mark.parametrize("bad", [{0}, {1, 2}, {0, 1, 2, 3}], ids=str)
-@pytest.mark.parametrize("policy", ["segments", "all"])
-@pytest.mark.parametrize("retain_graph", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "retain_graph"), [("segments", False), ("segments", True), ("all", True)]
+)
 def test_a_block_of_a_segment(bad: set[int], again: bool, policy: Any, retain_graph: bool) -> None:
 
     def outcome(enable: bool) -> Seen:

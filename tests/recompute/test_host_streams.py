@@ -151,33 +151,38 @@ def through_a_function_that_appears_in_paddle(monkeypatch: pytest.MonkeyPatch) -
     return block
 
 
-def through_a_method_of_a_class_of_paddle(monkeypatch: pytest.MonkeyPatch) -> Any:
-    block = paddle.nn.Linear(4, 4)
-    recompute(block, leaf(3, 4)).sum().backward()  # what is known of the class is found
-    monkeypatch.setattr(paddle.nn.Linear, "forward", lambda self, x: noisy(x) + self.bias)
-    return block
+class Base(paddle.nn.Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
-def through_a_method_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    block = paddle.nn.Linear(4, 4)
+class Derived(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+FORWARDS: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[Any, Any]]]] = {
+    "of a class of Paddle": (
+        lambda: paddle.nn.Linear(4, 4),
+        lambda block: (type(block), lambda self, x: noisy(x) + self.bias),
+    ),
+    "of one Layer": (
+        lambda: paddle.nn.Linear(4, 4),
+        lambda block: (block, lambda x: noisy(x) + block.bias),
+    ),
+    "of a base": (Derived, lambda block: (Base, lambda self, x: noisy(x))),
+}
+"""A block, and which forward is replaced by what, once all that is known of its class is found."""
+
+
+@pytest.mark.parametrize("what", FORWARDS)
+def test_a_forward_that_is_replaced(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, replacement = FORWARDS[what]
+    block = make()
     recompute(block, leaf(3, 4)).sum().backward()
-    block.forward = lambda x: noisy(x) + block.bias
-    return block
-
-
-def through_a_method_of_a_base(monkeypatch: pytest.MonkeyPatch) -> Any:
-    class Base(paddle.nn.Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    class Derived(Base):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * 2
-
-    block = Derived()
-    recompute(block, leaf(3, 4)).sum().backward()
-    monkeypatch.setattr(Base, "forward", lambda self, x: noisy(x))
-    return block
+    owner, forward = replacement(block)
+    monkeypatch.setattr(owner, "forward", forward)
+    check(block)
 
 
 def through_a_function_of_paddle(monkeypatch: pytest.MonkeyPatch) -> Any:

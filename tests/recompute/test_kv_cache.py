@@ -58,23 +58,6 @@ class Lists:
         return self.keys[index], self.values[index]
 
 
-class Slotted:
-    """Keys and values of one block, in an object without a ``__dict__``."""
-
-    __slots__ = ("content",)
-
-    def __init__(self) -> None:
-        self.content: dict[int, tuple[Tensor, Tensor]] | None = None
-
-    def update(self, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        content = self.content or {}
-        if index in content:
-            old = content[index]
-            k, v = paddle.concat([old[0], k], axis=1), paddle.concat([old[1], v], axis=1)
-        self.content = {**content, index: (k, v)}
-        return k, v
-
-
 class Block(paddle.nn.Layer):
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -88,7 +71,7 @@ class Block(paddle.nn.Layer):
         return x + F.dropout(paddle.matmul(F.softmax(scores), v), 0.1)
 
 
-@pytest.mark.parametrize("cache", [Slots, Lists, Slotted])
+@pytest.mark.parametrize("cache", [Slots, Lists])
 def test_the_gradients_are_those_of_the_plain_run(cache: Callable[[], Any]) -> None:
 
     def outcome(wrapped: bool) -> Seen:

@@ -37,7 +37,6 @@ class Block(paddle.nn.Layer):
 
 
 LAYERS: dict[str, Any] = {
-    "a block": (Block, lambda: (leaf(6, 4),), {}),
     "a keyword": (Block, lambda: (leaf(6, 4),), {"factor": 0.5}),
     "Dropout": (lambda: paddle.nn.Dropout(0.5), lambda: (leaf(6, 4),), {}),
     "Embedding": (lambda: paddle.nn.Embedding(4, 4), lambda: (paddle.to_tensor([1, 3]),), {}),
@@ -81,18 +80,13 @@ def names(layer: paddle.nn.Layer) -> dict[str, Any]:
     }
 
 
-def test_names_stay() -> None:
+def test_names_attributes_and_methods_stay() -> None:
     block = Block()
     model = paddle.nn.Sequential(block, Block())
     before = names(model), names(block)
-    recompute_wrapper(block)
-    assert (names(model), names(block)) == before
-
-
-def test_attributes_and_methods_stay() -> None:
-    block = Block()
     linear, scale, attributes = block.linear, block.scale, set(dir(block))
     recompute_wrapper(block)
+    assert (names(model), names(block)) == before
     assert block.linear is linear and block.scale is scale and block.width == 4
     assert isinstance(block, Block) and isinstance(block, RecomputeLayer)
     assert attributes <= set(dir(block))
@@ -174,19 +168,17 @@ def test_a_copy_of_a_model_after_a_step(policy: Any) -> None:
 # ------------------------------------------------------------------------- wrapping, unwrapping
 
 
-def test_wrapping_twice_is_refused() -> None:
-    block = recompute_wrapper(Block(), name="layers.3")
-    with pytest.raises(SelectionError, match=r"Block 'layers\.3' is wrapped already.*unwrap"):
-        recompute_wrapper(block)
-    assert type(block.unwrap()) is Block
-
-
-def test_unwrap_undoes_it() -> None:
+def test_unwrap_undoes_it_and_a_second_wrapping_is_refused() -> None:
     block = Block()
     before = set(vars(block))
-    calls = recompute_wrapper(block)
-    assert calls.unwrap() is block
+    recompute_wrapper(block, name="layers.3")
+    with pytest.raises(SelectionError, match=r"Block 'layers\.3' is wrapped already.*unwrap"):
+        recompute_wrapper(block)
+    assert block.unwrap() is block
     assert type(block) is Block and set(vars(block)) == before
+    with pytest.raises(ConfigError, match="does not exist"):
+        recompute_wrapper(block, offload="cloud")
+    assert type(block) is Block
     assert type(recompute_wrapper(block).unwrap()) is Block
 
 
@@ -205,13 +197,6 @@ def test_two_layers_of_a_class_do_not_share_options() -> None:
     assert type(one) is type(other) and type(bare) is Block
     one.unwrap()
     assert isinstance(other, RecomputeLayer)
-
-
-def test_an_option_that_does_not_exist_leaves_the_layer_bare() -> None:
-    block = Block()
-    with pytest.raises(ConfigError, match="does not exist"):
-        recompute_wrapper(block, offload="cloud")
-    assert type(block) is Block
 
 
 def test_plain_calls_nest() -> None:

@@ -6,8 +6,6 @@ import contextlib
 import gc
 import itertools
 import json
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 from paddle_recompute import RecomputeConfig, apply_recompute, is_recomputing, recompute
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.recompute import recompute_wrapper
-from tests.ranks import ROOT
+from tests.processes import python
 from tests.recompute.contract import Run, Seen, case, leaf, plain
 
 BATCH, WIDTH = 256, 64
@@ -149,12 +147,8 @@ def test_a_failed_call_leaves_nothing(failing_call: int) -> None:
 
 
 def test_peaks_of_a_step() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.recompute.peaks"],
-        capture_output=True, text=True, timeout=100, cwd=ROOT,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    peaks: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
+    said = python("-m", "tests.recompute.peaks").stdout
+    peaks: dict[str, int] = json.loads(said.splitlines()[-1])
     assert peaks["each block"] < 0.5 * peaks["plain"]
     assert peaks["each block"] <= 1.01 * peaks["Paddle's own"]
     assert peaks["wrapped blocks"] == peaks["each block"]

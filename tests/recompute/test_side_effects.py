@@ -369,8 +369,7 @@ def test_filled_state(run: Run, kept: str, later: str, has_flag: bool, where: st
 
 
 @pytest.mark.parametrize("kept", ["as a buffer", "as an attribute", "in zeros"])
-@pytest.mark.parametrize("later", LATER)
-@pytest.mark.parametrize("has_flag", [False, True])
+@pytest.mark.parametrize(("later", "has_flag"), zip(LATER, [False, True] * 2, strict=True))
 def test_filled_state_in_a_gradient_cache(kept: str, later: str, has_flag: bool) -> None:
     found = []
     for is_cached in (False, True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +14,7 @@ from paddle.nn import functional as F
 from paddle_recompute import recompute
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import is_recomputing
-from tests.ranks import ROOT
+from tests.processes import python
 from tests.recompute.contract import Run, Seen, assert_as_plain, leaf, plain
 
 STEPS = 12
@@ -269,7 +267,4 @@ thread.start()
 thread.join()
 print("done")
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr[-3000:]
+    assert python("-c", code).stdout == "done\n"

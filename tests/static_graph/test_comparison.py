@@ -321,7 +321,7 @@ def on_ranks() -> list[Any]:
     rank = paddle.distributed.get_rank()
     spec = paddle.static.InputSpec([-1, FEATURES], "float32")
     _, step = step_of(small(planted.Dropped), input_spec=spec)
-    found: list[Any] = [step([data(rank + number, 3 + rank * number)]).loss for number in range(3)]
+    found: list[Any] = [step([data(rank + number, 3 + rank * number)]).loss for number in range(2)]
     _, step = step_of(small(planted.Dropped), *MERGE_TWO, input_spec=spec)
     found.append(step([data(rank), data(rank + 2)]).loss)
     _, step = step_of(small(WrongOnRank1), input_spec=spec)
@@ -334,5 +334,5 @@ def on_ranks() -> list[Any]:
 
 def test_ranks_refuse_a_program_together() -> None:
     one, other = results_of(on_ranks)
-    assert one[:4] == other[:4]
-    assert "the loss differs" in one[4] and "the loss differs" in other[4]
+    assert one[:3] == other[:3]
+    assert "the loss differs" in one[3] and "the loss differs" in other[3]

@@ -15,11 +15,10 @@ import pytest
 from paddle import distributed as dist
 from paddle.static import InputSpec
 
-from paddle_recompute import ContrastiveLoss, TrainStep, apply_recompute
+from paddle_recompute import ContrastiveLoss
 from paddle_recompute._paddle.static import ranks
 from paddle_recompute.errors import DataError, PeerError
 from paddle_recompute.static_graph import ProgramCache, StaticTrainStep, mark_checkpoint
-from paddle_recompute.train_step.optimizer import build_optimizer
 from tests.bfloat16 import needs_bfloat16
 from tests.distributed.mortal_ranks import results_of
 from tests.distributed.test_mortal_ranks import Death
@@ -43,8 +42,11 @@ from tests.static_graph.test_train_step import (
     BFLOAT16_ON,
     SAME_NUMBERS,
     SAME_PARAMETERS,
+    arrays_of,
     assert_same,
     config_of,
+    in_dygraph,
+    moments_of,
     tensors,
 )
 
@@ -84,7 +86,7 @@ def run_case(rank: int, *, build: Callable[[], Any] = stack, **options: Any) -> 
         both = random.randn(2 * BATCH, HIDDEN).astype("float32")
         return {"x": both[rank * BATCH : (rank + 1) * BATCH]}
 
-    return train(build, feeds=own_half, steps=6, **options)
+    return train(build, feeds=own_half, steps=3, **options)
 
 
 def worker(folder: Path) -> tuple[dict[str, Run], list[float]]:
@@ -220,10 +222,14 @@ def pair_step(*, any_size: bool = False) -> StaticTrainStep:
     return StaticTrainStep(config_of(), model, loss_of_pairs, input_spec=spec if any_size else None)
 
 
-def trained_on_pairs() -> tuple[list[tuple[float, float]], dict[str, Any]]:
+def trained_on_pairs() -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    """Losses and norms, and the state before and after."""
     step = pair_step()
-    results = [step([share(batch, dist.get_rank())]) for batch in pairs()]
-    return [(one.loss, one.grad_norm) for one in results], step.state_dict()
+    first, *_ = batches = [share(batch, dist.get_rank()) for batch in pairs()]
+    step.build(first)
+    before = step.state_dict()["model"]
+    results = [step([batch]) for batch in batches]
+    return [one for two in results for one in (two.loss, two.grad_norm)], before, step.state_dict()
 
 
 def one_more_on_a_rank() -> str:
@@ -241,30 +247,22 @@ def test_numbers_of_rows_that_differ_are_refused() -> None:
 
 
 def test_negatives_of_all_ranks() -> None:
-    (results, state), (others, other_state) = run_ranks(trained_on_pairs, 2, timeout=110)
+    """As in dygraph, on one process with the pairs of both."""
+    (results, before, state), (others, _, other_state) = run_ranks(trained_on_pairs, 2, timeout=110)
     assert results == others
     for section, value in state.items():
         assert_same(value, other_state[section])
 
-    config = config_of()
     model = Pairs()
-    apply_recompute(model, config.recompute)
-    one_process = pair_step()
-    one_process.build(pairs()[0])
-    model.set_state_dict(
-        {name: paddle.to_tensor(one) for name, one in one_process.state_dict()["model"].items()}
-    )
-    optimizer = build_optimizer(config.optimizer, model, config.learning_rate)
-    dygraph = TrainStep(
-        model, optimizer, loss_fn=loss_of_pairs, clip_grad_norm=config.train.clip_grad_norm
-    )
-    for batch, result in zip(pairs(), results, strict=True):
-        for expected in (one_process([batch]), dygraph([tensors(batch)])):
-            assert result == pytest.approx(
-                (expected.loss, expected.grad_norm), rel=10 * SAME_NUMBERS
-            )
-    for section, value in one_process.state_dict().items():
-        assert_same(state[section], value, SAME_PARAMETERS)
+    model.set_state_dict({name: paddle.to_tensor(one) for name, one in before.items()})
+    optimizer, dygraph = in_dygraph(config_of(), model, loss_fn=loss_of_pairs)
+    expected = []
+    for batch in pairs():
+        result = dygraph([tensors(batch)])
+        expected += [result.loss, result.grad_norm]
+    assert results == pytest.approx(expected, rel=10 * SAME_NUMBERS)
+    assert_same(state["model"], arrays_of(model), SAME_PARAMETERS)
+    assert_same(state["optimizer"], moments_of(model, optimizer), SAME_PARAMETERS)
 
 
 class Scaled(paddle.nn.Layer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,11 +48,6 @@ def mark(*values: Any) -> Any:
 # --------------------------------------------------------------------------- the ordinary case
 
 
-def test_ten_steps_with_dropout() -> None:
-    run = assert_recompute_changes_nothing(marked_stack, steps=10)
-    assert len(set(run.losses)) == 10  # it learns, and masks differ
-
-
 def test_every_operator_of_a_block_runs_again_except_its_random_ones() -> None:
     run = train(marked_stack, ())
     first, *_, last = run.report.segments
@@ -65,11 +59,6 @@ def test_every_operator_of_a_block_runs_again_except_its_random_ones() -> None:
     again = copies(marked_stack)
     assert again["matmul_v2" if IS_26 else "matmul"] == again["dropout_grad"] == 3 * 2
     assert not again["dropout"]
-
-
-def test_some_checkpoints_only() -> None:
-    run = assert_recompute_changes_nothing(marked_stack, ["layers.1"])
-    assert [segment.name for segment in run.report.segments] == ["layers.1"]
 
 
 @needs_old_ir  # variables of PIR have no names
@@ -137,7 +126,7 @@ GRAPHS: list[Build] = []
 """What tests/fuzz/static_programs.py does not draw."""
 
 
-def graph(times: int = 3, shape: Sequence[int] = (BATCH, HIDDEN)) -> Any:
+def graph(times: int = 2, shape: Sequence[int] = (BATCH, HIDDEN)) -> Any:
     """What a function returns for the checkpoint before it is the next one, `times` times."""
 
     def register(block: Callable[[Any], Any]) -> Build:
@@ -178,7 +167,7 @@ def random_inside(x: Any) -> Any:
     return paddle.tanh(linear(x) * noise) + x
 
 
-@graph(2)
+@graph()
 def dropout_along_an_axis(x: Any) -> Any:
     return functional.gelu(functional.dropout(linear(x), 0.4, axis=1)) + x
 
@@ -193,7 +182,7 @@ def checkpoint_among_several_results() -> Any:
     return mark(paddle.tanh(linear(x))).square().mean()
 
 
-@graph(2)
+@graph()
 def branch_inside(x: Any) -> Any:
     hidden = functional.gelu(linear(x))
     branched = paddle.static.nn.cond(
@@ -202,7 +191,7 @@ def branch_inside(x: Any) -> Any:
     return paddle.tanh(linear(branched)) + x
 
 
-@graph(2)
+@graph(1)
 def dropout_of_any_kind(x: Any) -> Any:
     for mode in ("upscale_in_train", "downscale_in_infer"):
         for training, p in ((True, 0.3), (False, 0.3), (True, 0.0), (True, 1.0)):
@@ -289,7 +278,7 @@ def shifted_images(random: np.random.RandomState) -> dict[str, np.ndarray]:
 def own_norms() -> Any:
     """Blocks of convolution, norm and ReLU, twice in each block."""
     x = data(shape=IMAGES)
-    for number in range(3):
+    for number in range(2):
         for _ in range(2):
             x = functional.relu(paddle.nn.BatchNorm2D(3)(paddle.nn.Conv2D(3, 3, 3, padding=1)(x)))
         x = mark_checkpoint(x, f"blocks.{number}")
@@ -298,7 +287,7 @@ def own_norms() -> Any:
 
 def one_norm_called_many_times() -> Any:
     norm, x = paddle.nn.BatchNorm2D(3), data(shape=IMAGES)
-    for number in range(3):
+    for number in range(2):
         x = paddle.nn.Conv2D(3, 3, 3, padding=1)(norm(x))
         x = mark_checkpoint(functional.relu(norm(x)), f"blocks.{number}")
     return x.square().mean()
@@ -324,14 +313,14 @@ def statistics_read() -> Any:
 @pytest.mark.parametrize(
     ("build", "statistics"),
     [
-        (own_norms, 12),
+        (own_norms, 8),
         (one_norm_called_many_times, 2),
         (norm_in_eval, None),
         (statistics_read, None),
     ],
 )
 def test_a_batch_norm_leaves_its_running_statistics(build: Build, statistics: int | None) -> None:
-    run = assert_recompute_changes_nothing(build, feeds=shifted_images, steps=4)
+    run = assert_recompute_changes_nothing(build, feeds=shifted_images)
     if statistics is not None:  # the norm runs again, and its means and variances were compared
         assert not any("batch_norm" in name for name in kept(run)), kept(run)
         moved = [name for name in run.parameters if name.endswith(("w_1", "w_2"))]
@@ -377,50 +366,32 @@ def test_final_states_of_a_recurrent_layer_with_dropout_are_kept(kind: Any) -> N
 
 
 # ------------------------------------------------------------------------- variables share memory
-# Paddle's own executor writes over what was detached (``exp(h) * h.detach()`` is the square of the
-# exponential in 3.3, ``h.detach() * 2`` doubles `h` in 2.6), so the reference is Paddle that writes
-# over nothing.
-
-
-def exponential(h: Any) -> Any:
-    return paddle.exp(-paddle.abs(h)) * h.detach()
-
-
-def doubled(h: Any) -> Any:
-    return h.detach() * 2 + h * h
-
-
-def chain(h: Any) -> Any:
-    return paddle.tanh(h.detach().detach() * 3) + paddle.nn.functional.sigmoid(h)
-
-
-def target(h: Any) -> Any:
-    fixed = (h.detach() * 3).detach()
-    return (h - fixed) * (h - paddle.tanh(fixed.detach()))
-
-
-Form = Callable[[Any], Any]
+# Paddle's own executor writes over what was detached (``fixed = h.detach(); exp(h) * fixed`` is the
+# square of the exponential in 3.3, ``h.detach() * 2`` doubles `h` in 2.6), so the reference is
+# Paddle that writes over nothing.
 
 
 class Part(paddle.nn.Layer):
     """A block as in a model: what is detached lies between two layers."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inner = paddle.nn.Linear(HIDDEN, HIDDEN)
         self.outer = paddle.nn.Linear(HIDDEN, HIDDEN)
-        self.form = form
 
     def forward(self, x: Any) -> Any:
-        y = self.form(self.inner(x))
-        return self.outer(y * y)
+        y = self.inner(x)
+        doubled = y.detach() * 2 + y * y
+        y = 0.1 * y
+        fixed = y.detach()
+        return self.outer(paddle.exp(y) * fixed + doubled)
 
 
-def loss_of(form: Form, *, wraps: bool = False) -> Any:
+def loss_of(*, wraps: bool = False) -> Any:
     """Two blocks, each a checkpoint, and something after them."""
     x = data()
     for index in range(2):
-        part = recompute_wrapper(Part(form)) if wraps else Part(form)
+        part = recompute_wrapper(Part()) if wraps else Part()
         x = paddle.tanh(part(x))
         if not wraps:
             mark_checkpoint(x, f"c{index}")
@@ -431,37 +402,15 @@ def fast_sgd() -> Any:
     return paddle.optimizer.SGD(0.5)
 
 
-@functools.cache
-def right_of(form: Form) -> Run:
-    """Without recompute, and without the in-place pass; with the pass it is the same."""
+@pytest.mark.parametrize("wraps", [False, True])
+def test_what_was_detached_keeps_its_numbers(wraps: bool) -> None:
+    """More forms are in tests/fuzz/static_programs.py."""
     with executor_in_place(False):
-        right = train(lambda: loss_of(form), None, make_optimizer=fast_sgd)
-    assert len(set(right.losses)) == 3
-    assert_equal(train(lambda: loss_of(form), None, make_optimizer=fast_sgd), right)
-    return right
-
-
-@pytest.mark.parametrize(
-    ("form", "wraps"),
-    [(exponential, False), (exponential, True), (doubled, True), (chain, True), (target, True)],
-)
-def test_what_was_detached_keeps_its_numbers(form: Form, wraps: bool) -> None:
-    right = right_of(form)
-    run = train(lambda: loss_of(form, wraps=wraps), (), make_optimizer=fast_sgd)
-    assert num_recomputed(run) > 0
+        right = train(loss_of, None, make_optimizer=fast_sgd)
+    assert_equal(train(loss_of, None, make_optimizer=fast_sgd), right)
+    run = train(lambda: loss_of(wraps=wraps), (), make_optimizer=fast_sgd)
+    assert num_recomputed(run) > 0 and len(set(right.losses)) == 3
     assert_equal(run, right)
-
-
-def test_a_detached_parameter_is_not_changed() -> None:
-    def build() -> Any:
-        layer = paddle.nn.Linear(HIDDEN, HIDDEN)
-        x = mark_checkpoint(paddle.tanh(layer(data())), "c")
-        return (x * (layer.bias.detach() + 1) * paddle.exp(layer.weight.detach()).sum()).mean()
-
-    with executor_in_place(False):
-        right = train(build, None)
-    assert_equal(train(build, None), right)
-    assert_equal(train(build, ()), right)
 
 
 @needs_pir
@@ -470,7 +419,7 @@ def test_to_static_keeps_what_was_detached() -> None:
 
     def losses(*, wraps: bool, to_static: bool) -> list[float]:
         paddle.seed(3)
-        part = Part(exponential)
+        part = Part()
         model = paddle.nn.Sequential(recompute_wrapper(part) if wraps else part)
         call = paddle.jit.to_static(model, full_graph=True) if to_static else model
         optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())

@@ -117,7 +117,7 @@ def peak(full_graph: bool, *, wraps: bool) -> int:
     if wraps:
         wrap(model)
     step = paddle.jit.to_static(model, full_graph=full_graph)
-    x = paddle.randn([2048, 32])
+    x = paddle.randn([1024, 32])
     if IS_26:  # its peak is that of the whole process, so what is held after the forward is seen
         before = _memory.current_bytes()
         loss = step(x)
