@@ -60,12 +60,12 @@ def run(
             f"{name} is offloaded and is called inside of a recomputed function; it is recomputed "
             "by itself. Take it out of what recompute wraps"
         )
-    call_of_shard = _ShardCall(chain, index, name, checkpoint)
-    chain.train_in_this_thread(call_of_shard)
+    chain.train_in_this_thread()
     watch_backward()
     watch_writes()
     inputs = (args, kwargs)
     parts = _Parts.of(inputs, num_microbatches)
+    call_of_shard = _ShardCall(chain, index, name, checkpoint)
     with chain.use(index, following):
         shard.gradients.begin_backward()
         outputs = call_of_shard.first(function, parts, storage)
@@ -175,12 +175,13 @@ class _ShardCall:
 
     def backward(self, gradients: list[paddle.Tensor | None]) -> list[paddle.Tensor | None]:
         """The gradients of the inputs; those of the parameters are added to ``.grad``."""
+        chain, index = self._chain, self._index
+        chain.train_in_this_thread()
         self._check(current_backward())
         self._has_run = True
-        chain, index = self._chain, self._index
         with chain.use(index, [index - 1]):
             of_inputs = self._backward_of_parts(gradients)
-        chain.note_backward(index, self)
+        chain.note_backward(index)
         self._calls, self._stamps = [], []
         return self._joined(of_inputs)
 

@@ -143,7 +143,7 @@ class OffloadOptimizer:
         for chain in self._chains:
             for shard in chain.shards:
                 shard.gradients.clear_all(set_to_zero=set_to_zero)
-            chain.note_cleared()
+            chain.end_step()
         self._factor = None
 
     clear_gradients = clear_grad

@@ -203,8 +203,8 @@ def test_threads_may_train_in_turns() -> None:
     assert_equal(values(plain), values(model))
 
 
-@pytest.mark.parametrize("dropped", ["forward", "error", "backward", "TrainStep"])
-def test_a_step_that_is_dropped_lets_other_threads_train(dropped: str) -> None:
+@pytest.mark.parametrize("failed", ["forward", "backward", "TrainStep"])
+def test_clear_grad_ends_a_step_that_failed_for_other_threads(failed: str) -> None:
     plain, model = pair()
     sides = [(one, optimizer_of(one, momentum)) for one in (plain, model)]
     optimizer = sides[1][1]
@@ -212,20 +212,13 @@ def test_a_step_that_is_dropped_lets_other_threads_train(dropped: str) -> None:
     def fail(model: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
         raise ValueError(model(x).shape)
 
-    x = paddle.ones([3, WIDTH])
-    if dropped == "forward":
-        loss_of(model)
-    elif dropped == "backward":
-        loss_of(model).backward()
-        with pytest.raises(OffloadError, match=r"dropped ends when.*clear_grad\(\)"):
-            raise in_a_thread(lambda: loss_of(model, 3))
-        optimizer.clear_grad(set_to_zero=False)
-    else:
+    if failed == "TrainStep":
         with pytest.raises(ValueError):
-            if dropped == "error":
-                fail(model, x)
-            else:
-                TrainStep(model, optimizer, loss_fn=fail)([x])
+            TrainStep(model, optimizer, loss_fn=fail)([paddle.ones([3, WIDTH])])
+    else:
+        loss = loss_of(model)
+        if failed == "backward":
+            loss.backward()
 
     def train() -> None:
         for one, optimizer in sides:
@@ -233,8 +226,37 @@ def test_a_step_that_is_dropped_lets_other_threads_train(dropped: str) -> None:
             optimizer.step()
             optimizer.clear_grad()
 
+    if failed != "TrainStep":  # which calls clear_grad()
+        with pytest.raises(OffloadError, match=r"a step ends with step\(\) or clear_grad\(\)"):
+            raise in_a_thread(lambda: loss_of(model, 3))
+        optimizer.clear_grad(set_to_zero=False)
     assert in_a_thread(train) is None
     assert_equal(values(plain), values(model))
+
+
+def test_a_backward_inside_of_the_step_of_another_thread_is_refused() -> None:
+    """The other thread's update would have its gradients, or clear them."""
+    model = pair()[1]
+    optimizer = optimizer_of(model, momentum)
+    loss = loss_of(model, 1)
+    optimizer.clear_grad()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def train() -> None:
+        loss_of(model, 2).backward()
+        begun.set()
+        may_end.wait()
+        optimizer.step()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        begun.wait()
+        with pytest.raises(OffloadError, match="is in a step of the thread"):
+            loss.backward()
+    finally:
+        may_end.set()
+        thread.join()
 
 
 @pytest.mark.skipif(
