@@ -21,9 +21,7 @@ class Shard:
 
     Attributes:
         gradients: Theirs.
-        state: Tensors of the optimizer that come with them when it makes its step.
-        has_stepped: Whether it has made one.
-        make_slot: Where gradients and state are when they are not on the device.
+        make_slot: Where gradients and optimizer state are when they are not on the device.
         owned: Which rank has all of that; None: every rank.
     """
 
@@ -37,8 +35,6 @@ class Shard:
         self.name = name
         self.owned = owned
         self.parameters = list(parameters)
-        self.state: list[Away] = []
-        self.has_stepped = False
         self.make_slot = make_slot
         self.gradients = ShardGradients(name, [p.tensor for p in parameters], make_slot)
         self.gradients.is_own = self.is_own

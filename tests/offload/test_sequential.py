@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,27 @@ def test_state_travels_between_plain_and_offloaded(tmp_path: Path) -> None:
         two_steps(step, 2)
         actual = {key: value.numpy() for key, value in model.state_dict().items()}
         assert_same_bits(ends["plain"], actual)
+
+
+def test_two_optimizers_of_a_chain_have_states_of_their_own() -> None:
+    def run(model: paddle.nn.Layer) -> list[np.ndarray]:
+        optimizers = [optimizer_of(model) for _ in range(2)]
+        for number in [0, 1, 1, 0, None, 1, 0]:
+            if number is None:  # the first one is gone, another begins
+                optimizers[0] = optimizer_of(model)
+                gc.collect()
+                continue
+            cross_entropy(model, batch(number, 0)).backward()
+            optimizers[number].step()
+            optimizers[number].clear_grad()
+            if isinstance(model, OffloadSequential):
+                inner = [one for optimizer in optimizers for one in optimizer.optimizers]
+                moments = [t for one in inner for k, t in one.state_dict().items() if "moment" in k]
+                assert not any(map(has_memory, moments))
+        return [p.numpy() for p in model.parameters()]
+
+    for one, other in zip(run(plain()), run(offloaded()), strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_a_tied_parameter_stays_on_the_device() -> None:
