@@ -11,7 +11,7 @@ from typing import Any
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import keep_elsewhere
 from paddle_recompute.offload._away import Away
-from paddle_recompute.offload._gradients import ChainGradients, ShardGradients
+from paddle_recompute.offload._gradients import ChainGradients, OnComplete, ShardGradients
 from paddle_recompute.offload._ranks import Carrier, HereSlot, OwnedShard
 from paddle_recompute.recompute import MakeSlot
 
@@ -188,6 +188,7 @@ class Chain:
         thread.
         """
         self._trainer = None
+        self.gradients.on_complete = OnComplete()
 
     @contextlib.contextmanager
     def use(self, index: int, then: Sequence[int] = ()) -> Iterator[None]:

@@ -18,6 +18,7 @@ from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.gradients import watch_hooks
 from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute.errors import ConfigError, OffloadError, RecomputeError
+from paddle_recompute.options import AmpConfigs
 from paddle_recompute.recompute import recompute
 from tests.offload.chains import (
     BATCH,
@@ -33,6 +34,7 @@ from tests.offload.chains import (
     train,
 )
 from tests.ranks import run_ranks
+from tests.train_step.half_precision import pretended_gpu
 
 # A batch in parts is summed up in another order; Momentum passes that on without magnifying it.
 SUM_IN_ANOTHER_ORDER = 1e-6
@@ -221,6 +223,21 @@ def test_two_optimizers_of_a_chain_have_states_of_their_own() -> None:
                 inner = [one for optimizer in optimizers for one in optimizer.optimizers]
                 moments = [t for one in inner for k, t in one.state_dict().items() if "moment" in k]
                 assert not any(map(has_memory, moments))
+        return [p.numpy() for p in model.parameters()]
+
+    for one, other in zip(run(plain()), run(offloaded()), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_a_loop_of_ones_own_goes_on_after_steps_with_a_loss_scale() -> None:
+    def run(model: paddle.nn.Layer) -> list[np.ndarray]:
+        optimizer = optimizer_of(model, OPTIMIZERS["SGD"])
+        amp = AmpConfigs(dtype="float16", custom_black_list=["matmul", "matmul_v2", "linear"])
+        with pretended_gpu():
+            TrainStep(model, optimizer, loss_fn=cross_entropy, amp=amp)([batch(0, 0)])
+        for number in range(2):
+            cross_entropy(model, batch(1, number)).backward()
+        optimizer.step()
         return [p.numpy() for p in model.parameters()]
 
     for one, other in zip(run(plain()), run(offloaded()), strict=True):
