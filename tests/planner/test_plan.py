@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -9,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 import pytest
 
 from paddle_recompute import (
@@ -32,6 +35,7 @@ from paddle_recompute.planner import (
     Choice,
     Job,
     StepCosts,
+    find_batch,
     make_plan,
     simulate,
     smallest,
@@ -41,6 +45,7 @@ from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.planner.policies import uniform
 from paddle_recompute.planner.recompute_plan import RecomputePlan as Plan
 from paddle_recompute.recompute import recompute_wrapper
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not memory.can_reset_peak(), reason="2.6 cannot start the peak anew; see test_solve"
@@ -518,6 +523,30 @@ def test_the_largest_micro_batch_is_found_and_verified() -> None:
     assert "largest batch" in str(found)
     with pytest.raises(PlanError, match="a batch of one row"):
         find_batch_size(job.model, job.batch, job.loss_fn, memory_budget=9, local_batch=4)
+
+
+def batch_size_of_rank(budgets: list[int], refused: int | None = None) -> Any:
+    """What `find_batch_size` says on a rank; the first batch on rank `refused` fails its check."""
+    job, rank = job_of("encoder"), dist.get_rank()
+    with contextlib.ExitStack() as stack:
+        if rank == refused:
+            checks = {"wraps": find_batch._verified, "side_effect": [None, *[mock.DEFAULT] * 9]}
+            stack.enter_context(mock.patch.object(find_batch, "_verified", **checks))
+        try:
+            found = find_batch_size(
+                job.model, job.batch, job.loss_fn, memory_budget=budgets[rank], local_batch=8
+            )
+        except PlanError as error:
+            return str(error)
+        return found.rows, found.accumulate_steps, found.fastest_rows
+
+
+def test_the_ranks_agree_on_the_rows() -> None:
+    enough = 2**40
+    one, other = run_ranks(batch_size_of_rank, 2, budgets=[enough, enough], refused=1)
+    assert one == other and one[:2] == (4, 2)
+    one, other = run_ranks(batch_size_of_rank, 2, budgets=[enough, 9])
+    assert "another rank needs more" in one and "a batch of one row" in other
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
