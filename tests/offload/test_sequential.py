@@ -330,6 +330,18 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
         offloaded(**options)
 
 
+def test_a_layer_that_is_added_or_removed_later_is_refused() -> None:
+    """An added one was in no shard, so it was not called."""
+    for change in (
+        lambda model: model.add_sublayer("5", paddle.nn.ReLU()),
+        lambda model: delattr(model, "4"),
+    ):
+        model = offloaded()
+        change(model)
+        with pytest.raises(OffloadError, match="was cut when it had 5"):
+            model(batch(0, 0)[0])
+
+
 def test_what_cannot_be_repeated_is_refused() -> None:
     x = paddle.randn([4, 4])
     x.stop_gradient = False
