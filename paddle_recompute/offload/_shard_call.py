@@ -164,11 +164,13 @@ class _ShardCall:
         self._made = tuple(made[place] for place in self._own)
         results = _Boundary.apply(self, anchor, *tensors) if self._made else []
         results = list(results) if isinstance(results, (tuple, list)) else [results]
-        for result in results:
+        for place, result in enumerate(results):
             if not result.is_floating_point() and not result.is_complex():
                 result.stop_gradient = True
             else:
                 result.register_hook(self._refuse_a_second_backward)
+                # Paddle (2.6, 3.x) drops what a hook on a PyLayer's output returns.
+                results[place] = paddle.assign(result)
         by_place = dict(zip(self._own, results, strict=True))
         by_place.update({place: tensors[i] for place, i in self._passed.items()})
         return _nested.map_tensors(_next_of([by_place[p] for p in range(len(made))]), outputs)

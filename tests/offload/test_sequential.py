@@ -330,6 +330,19 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
         offloaded(**options)
 
 
+def test_a_hook_on_an_output_changes_its_gradient() -> None:
+    def run(model: paddle.nn.Layer) -> list[np.ndarray]:
+        optimizer = optimizer_of(model, OPTIMIZERS["SGD"])
+        output = model(batch(0, 0)[0])
+        output.register_hook(lambda gradient: gradient * 3)
+        output.square().mean().backward()
+        optimizer.step()
+        return [p.numpy() for p in model.parameters()]
+
+    for one, other in zip(run(plain()), run(offloaded()), strict=True):
+        assert np.array_equal(one, other)
+
+
 def test_a_layer_that_is_added_or_removed_later_is_refused() -> None:
     """An added one was in no shard, so it was not called."""
     for change in (
