@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import keep_elsewhere
 from paddle_recompute.offload._away import Away
-from paddle_recompute.offload._gradients import ChainGradients, ShardGradients
+from paddle_recompute.offload._gradients import ChainGradients, OnComplete, ShardGradients
 from paddle_recompute.offload._ranks import Carrier, HereSlot, OwnedShard
 from paddle_recompute.recompute import MakeSlot
 
@@ -22,9 +21,7 @@ class Shard:
 
     Attributes:
         gradients: Theirs.
-        state: Tensors of the optimizer that come with them when it makes its step.
-        has_stepped: Whether it has made one.
-        make_slot: Where gradients and state are when they are not on the device.
+        make_slot: Where gradients and optimizer state are when they are not on the device.
         owned: Which rank has all of that; None: every rank.
     """
 
@@ -38,8 +35,6 @@ class Shard:
         self.name = name
         self.owned = owned
         self.parameters = list(parameters)
-        self.state: list[Away] = []
-        self.has_stepped = False
         self.make_slot = make_slot
         self.gradients = ShardGradients(name, [p.tensor for p in parameters], make_slot)
         self.gradients.is_own = self.is_own
@@ -162,8 +157,6 @@ class Chain:
         self._here: int | None = None
         self._using = threading.RLock()
         self._trainer: threading.Thread | None = None
-        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # calls whose backward may come
-        self._has_gradients = False
         for away in taken:
             away.owner = weakref.ref(self)
         for shard in self.shards:
@@ -171,47 +164,31 @@ class Chain:
                 keep_elsewhere(away.tensor, self.gradients)
             shard.release()
 
-    def train_in_this_thread(self, call: object) -> None:
-        """A forward begins that has a backward. Until `end_step`, other threads can compute without
-        one; also when the step is dropped: its outputs are gone, and its gradients are cleared.
-
-        Args:
-            call: Lives as long as its backward may come; `note_backward` ends it.
+    def train_in_this_thread(self) -> None:
+        """A call or its backward begins. Until `end_step`, other threads can compute without
+        gradients only.
 
         Raises:
             OffloadError: The chain is in a step of another thread, which lives.
         """
         current = threading.current_thread()
         with self._using:
-            if self._is_trained_by_another(current):
-                gc.collect()  # outputs of a step that was dropped, in the frames of an error
-                if self._is_trained_by_another(current):
-                    assert self._trainer is not None
-                    raise OffloadError(
-                        f"{self.shards[0].name} is in a step of the thread {self._trainer.name}, "
-                        f"and is called in {current.name}; call it inside paddle.no_grad() there, "
-                        "or train in turns: a step ends with the optimizer's step(). One that is "
-                        "dropped ends when its loss is deleted and clear_grad() is called"
-                    )
-            if self._trainer is not current:
-                self.end_step()
+            other = self._trainer
+            if other is not None and other is not current and other.is_alive():
+                raise OffloadError(
+                    f"{self.shards[0].name} is in a step of the thread {other.name}, and is used "
+                    f"in {current.name}; call it inside paddle.no_grad() there, or train in turns: "
+                    "a step ends with step() or clear_grad() of model.optimizer(...), also one "
+                    "that has failed"
+                )
             self._trainer = current
-            self._waiting.add(call)
-
-    def _is_trained_by_another(self, current: threading.Thread) -> bool:
-        if self._trainer in (None, current) or not self._trainer.is_alive():
-            return False
-        return self._has_gradients or len(self._waiting) > 0
 
     def end_step(self) -> None:
-        """Its parameters are updated; the next step may be one of another thread."""
+        """Its parameters are updated, or its gradients cleared; the next step may be one of another
+        thread.
+        """
         self._trainer = None
-        self._waiting.clear()
-        self._has_gradients = False
-
-    def note_cleared(self) -> None:
-        """All gradients are cleared."""
-        self._has_gradients = False
+        self.gradients.on_complete = OnComplete()
 
     @contextlib.contextmanager
     def use(self, index: int, then: Sequence[int] = ()) -> Iterator[None]:
@@ -275,11 +252,9 @@ class Chain:
                 shard.release()
             self._here = None
 
-    def note_backward(self, index: int, call: object) -> None:
-        """The backward of `call`, through shard `index`, has ended."""
+    def note_backward(self, index: int) -> None:
+        """A backward through shard `index` has ended."""
         shard = self.shards[index]
-        self._waiting.discard(call)
-        self._has_gradients |= any(not away.tensor.stop_gradient for away in shard.parameters)
         shard.gradients.num_backwards += 1
         if self.is_spread and index == 0:  # its gradients are collected when another one comes
             shard.release()

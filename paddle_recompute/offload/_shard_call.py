@@ -60,12 +60,12 @@ def run(
             f"{name} is offloaded and is called inside of a recomputed function; it is recomputed "
             "by itself. Take it out of what recompute wraps"
         )
-    call_of_shard = _ShardCall(chain, index, name, checkpoint)
-    chain.train_in_this_thread(call_of_shard)
+    chain.train_in_this_thread()
     watch_backward()
     watch_writes()
     inputs = (args, kwargs)
     parts = _Parts.of(inputs, num_microbatches)
+    call_of_shard = _ShardCall(chain, index, name, checkpoint)
     with chain.use(index, following):
         shard.gradients.begin_backward()
         outputs = call_of_shard.first(function, parts, storage)
@@ -164,23 +164,26 @@ class _ShardCall:
         self._made = tuple(made[place] for place in self._own)
         results = _Boundary.apply(self, anchor, *tensors) if self._made else []
         results = list(results) if isinstance(results, (tuple, list)) else [results]
-        for result in results:
+        for place, result in enumerate(results):
             if not result.is_floating_point() and not result.is_complex():
                 result.stop_gradient = True
             else:
                 result.register_hook(self._refuse_a_second_backward)
+                # Paddle (2.6, 3.x) drops what a hook on a PyLayer's output returns.
+                results[place] = paddle.assign(result)
         by_place = dict(zip(self._own, results, strict=True))
         by_place.update({place: tensors[i] for place, i in self._passed.items()})
         return _nested.map_tensors(_next_of([by_place[p] for p in range(len(made))]), outputs)
 
     def backward(self, gradients: list[paddle.Tensor | None]) -> list[paddle.Tensor | None]:
         """The gradients of the inputs; those of the parameters are added to ``.grad``."""
+        chain, index = self._chain, self._index
+        chain.train_in_this_thread()
         self._check(current_backward())
         self._has_run = True
-        chain, index = self._chain, self._index
         with chain.use(index, [index - 1]):
             of_inputs = self._backward_of_parts(gradients)
-        chain.note_backward(index, self)
+        chain.note_backward(index)
         self._calls, self._stamps = [], []
         return self._joined(of_inputs)
 

@@ -57,6 +57,9 @@ class OffloadOptimizer:
             for shard in chain.shards
             if shard.parameters
         }
+        self._state: dict[int, list[Away]] = {key: [] for key in self._of_shard}
+        """What comes to the device with a shard for its update."""
+        self._stepped: set[int] = set()
         self._factor: float | None = None
         for optimizer in self.optimizers:
             check_treats_each_alone(optimizer, "those of one shard only")
@@ -143,7 +146,7 @@ class OffloadOptimizer:
         for chain in self._chains:
             for shard in chain.shards:
                 shard.gradients.clear_all(set_to_zero=set_to_zero)
-            chain.note_cleared()
+            chain.end_step()
         self._factor = None
 
     clear_gradients = clear_grad
@@ -177,12 +180,12 @@ class OffloadOptimizer:
         for shard, optimizer in self._shards():
             of_shard = optimizer.state_dict()
             masters.update(
-                {name: _value(shard, m) for name, m in of_shard.pop(MASTERS, {}).items()}
+                {name: self._value(shard, m) for name, m in of_shard.pop(MASTERS, {}).items()}
             )
             schedule = of_shard.pop(SCHEDULE, None)
             if schedule is not None:
                 state[SCHEDULE] = schedule
-            state.update({key: _value(shard, tensor) for key, tensor in of_shard.items()})
+            state.update({key: self._value(shard, tensor) for key, tensor in of_shard.items()})
         if masters:
             state[MASTERS] = masters
         return state
@@ -196,12 +199,12 @@ class OffloadOptimizer:
             self._rest.set_state_dict(part_of_state(state, owners, rest))
         for shard, optimizer in self._shards():
             own = {parameter.name for parameter in shard.gradients.parameters}
-            for away in shard.state:
+            for away in self._state[id(shard)]:
                 away.bring()
             optimizer.set_state_dict(part_of_state(state, owners, own))
             # Before its first step an optimizer has master weights alone; the rest of the given
             # state waits, where it is, until the accumulators are made.
-            self._let_state_leave(shard, optimizer, only_masters=not shard.has_stepped)
+            self._let_state_leave(shard, optimizer, only_masters=id(shard) not in self._stepped)
 
     def _shards(self) -> list[tuple[Shard, paddle.optimizer.Optimizer]]:
         """Those that this rank updates."""
@@ -232,34 +235,40 @@ class OffloadOptimizer:
             return
         optimizer = self._of_shard[id(shard)]
         shard.gradients.prefetch()
-        for away in shard.state:
+        for away in self._state[id(shard)]:
             away.prefetch()
-        for away in shard.state:
+        for away in self._state[id(shard)]:
             away.bring()
         following = chain.shards[index - 1] if index > 0 and chain.prefetch else None
         if following is not None:
-            for away in following.state:
+            for away in self._state.get(id(following), ()):
                 away.prefetch()
         shard.gradients.give(self._factor)
         optimizer.step()
         shard.gradients.end_step()
         if following is not None:  # now, as the gradients of two shards would raise the peak
             following.gradients.prefetch()
-        shard.has_stepped = True
+        self._stepped.add(id(shard))
         self._let_state_leave(shard, optimizer)
         shard.write()
 
     def _let_state_leave(
         self, shard: Shard, optimizer: paddle.optimizer.Optimizer, *, only_masters: bool = False
     ) -> None:
-        known = {away.key: away for away in shard.state}
-        shard.state = [
+        known = {away.key: away for away in self._state[id(shard)]}
+        self._state[id(shard)] = state = [
             known.get(id(tensor)) or Away(tensor, shard.make_slot())
             for tensor in _tensors_of(optimizer, only_masters)
         ]
-        for away in shard.state:
+        for away in state:
             away.mark_written()
             away.release()
+
+    def _value(self, shard: Shard, tensor: Any) -> Any:
+        away = next((one for one in self._state[id(shard)] if one.key == id(tensor)), None)
+        if away is None:
+            return tensor
+        return on_host(away.numpy(), tensor.name, tensor.dtype)
 
 
 def _tensors_of(optimizer: paddle.optimizer.Optimizer, only_masters: bool) -> list[paddle.Tensor]:
@@ -277,10 +286,3 @@ def _tensors_of(optimizer: paddle.optimizer.Optimizer, only_masters: bool) -> li
         and tensor.size > 1
         and (on_cpu or not has_memory(tensor) or not device.is_on_host(tensor))
     ]
-
-
-def _value(shard: Shard, tensor: Any) -> Any:
-    away = next((one for one in shard.state if one.key == id(tensor)), None)
-    if away is None:
-        return tensor
-    return on_host(away.numpy(), tensor.name, tensor.dtype)

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import paddle
 
-from paddle_recompute.errors import ConfigError
+from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.offload import _shard_call
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._cut import chain_of, send_away, sent_away
@@ -116,9 +116,17 @@ class OffloadSequential(paddle.nn.Sequential):
 
         Returns:
             What the last Layer returns.
+
+        Raises:
+            OffloadError: A Layer was added or removed.
         """
         outputs: Any = inputs
         members = list(self)
+        if len(members) != self._cuts[-1].stop:
+            raise OffloadError(
+                f"the OffloadSequential has {len(members)} Layers and was cut when it had "
+                f"{self._cuts[-1].stop}; make a new one with the Layers that are wanted"
+            )
         for number, part in enumerate(self._cuts):
             given = outputs if isinstance(outputs, tuple) else (outputs,)
             outputs = _shard_call.run(

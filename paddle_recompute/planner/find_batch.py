@@ -105,18 +105,27 @@ def find_batch_size(
         return make_plan(costs, budget, signature=signature, checkpoints=patterns)
 
     def fits(count: int) -> bool:
-        return planned(divisors[count - 1]) is not None
+        return count <= len(divisors) and planned(divisors[count - 1]) is not None
 
-    while divisors and (count := largest_that_fits(fits, len(divisors))) is not None:
-        rows = smallest_of_ranks(divisors[count - 1])
+    def largest() -> int:
+        count = largest_that_fits(fits, len(divisors))
+        return divisors[count - 1] if count is not None else 0
+
+    while rows := smallest_of_ranks(largest()):
         divisors = [n for n in divisors if n < rows]
         plan = planned(rows)
         batch = with_rows(sample_batch, rows)
         verified = plan and _verified(replace(job, batch=batch), plan)
-        if verified:
+        if smallest_of_ranks(bool(verified)):
+            assert verified
             plans = {rows: verified} | {n: plan for n in divisors if (plan := planned(n))}
-            fastest = min(plans, key=lambda n: plans[n].seconds / n)
+            fastest = smallest_of_ranks(min(plans, key=lambda n: plans[n].seconds / n))
             return BatchSize(rows, verified, local_batch // rows, fastest, plans[fastest])
+    if planned(1) is not None:
+        raise PlanError(
+            "not even a batch of one row stays within the budget: its measured step did not, or "
+            "another rank needs more, whose error says how much"
+        )
     one_row = extrapolated(probes, 1)
     why = infeasible(one_row, budget, smallest(one_row))
     raise PlanError(f"{why}. This is for a batch of one row")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import functools
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.gradients import watch_hooks
 from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute.errors import ConfigError, OffloadError, RecomputeError
+from paddle_recompute.options import AmpConfigs
 from paddle_recompute.recompute import recompute
 from tests.bits import assert_same_bits, values_of
 from tests.offload.chains import (
@@ -33,6 +35,7 @@ from tests.offload.chains import (
     train,
 )
 from tests.ranks import run_ranks
+from tests.train_step.half_precision import pretended_gpu
 
 # A batch in parts is summed up in another order; Momentum passes that on without magnifying it.
 SUM_IN_ANOTHER_ORDER = 1e-6
@@ -196,6 +199,40 @@ def test_state_travels_between_plain_and_offloaded(tmp_path: Path) -> None:
         assert_same_bits(ends["plain"], values_of(model))
 
 
+def test_two_optimizers_of_a_chain_have_states_of_their_own() -> None:
+    def run(model: paddle.nn.Layer) -> list[np.ndarray]:
+        optimizers = [optimizer_of(model) for _ in range(2)]
+        for number in [0, 1, 1, 0, None, 1, 0]:
+            if number is None:  # the first one is gone, another begins
+                optimizers[0] = optimizer_of(model)
+                gc.collect()
+                continue
+            cross_entropy(model, batch(number, 0)).backward()
+            optimizers[number].step()
+            optimizers[number].clear_grad()
+            if isinstance(model, OffloadSequential):
+                inner = [one for optimizer in optimizers for one in optimizer.optimizers]
+                moments = [t for one in inner for k, t in one.state_dict().items() if "moment" in k]
+                assert not any(map(has_memory, moments))
+        return [p.numpy() for p in model.parameters()]
+
+    assert_same_bits(run(plain()), run(offloaded()))
+
+
+def test_a_loop_of_ones_own_goes_on_after_steps_with_a_loss_scale() -> None:
+    def run(model: paddle.nn.Layer) -> list[np.ndarray]:
+        optimizer = optimizer_of(model, OPTIMIZERS["SGD"])
+        amp = AmpConfigs(dtype="float16", custom_black_list=["matmul", "matmul_v2", "linear"])
+        with pretended_gpu():
+            TrainStep(model, optimizer, loss_fn=cross_entropy, amp=amp)([batch(0, 0)])
+        for number in range(2):
+            cross_entropy(model, batch(1, number)).backward()
+        optimizer.step()
+        return [p.numpy() for p in model.parameters()]
+
+    assert_same_bits(run(plain()), run(offloaded()))
+
+
 def test_a_tied_parameter_stays_on_the_device() -> None:
     class Tied(paddle.nn.Layer):
         def __init__(self, weight: paddle.Tensor) -> None:
@@ -259,6 +296,30 @@ def test_optimizers_that_are_refused() -> None:
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         offloaded(**options)
+
+
+def test_a_hook_on_an_output_changes_its_gradient() -> None:
+    def run(model: paddle.nn.Layer) -> list[np.ndarray]:
+        optimizer = optimizer_of(model, OPTIMIZERS["SGD"])
+        output = model(batch(0, 0)[0])
+        output.register_hook(lambda gradient: gradient * 3)
+        output.square().mean().backward()
+        optimizer.step()
+        return [p.numpy() for p in model.parameters()]
+
+    assert_same_bits(run(plain()), run(offloaded()))
+
+
+def test_a_layer_that_is_added_or_removed_later_is_refused() -> None:
+    """An added one was in no shard, so it was not called."""
+    for change in (
+        lambda model: model.add_sublayer("5", paddle.nn.ReLU()),
+        lambda model: delattr(model, "4"),
+    ):
+        model = offloaded()
+        change(model)
+        with pytest.raises(OffloadError, match="was cut when it had 5"):
+            model(batch(0, 0)[0])
 
 
 def test_what_cannot_be_repeated_is_refused() -> None:

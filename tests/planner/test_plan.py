@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -10,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 import pytest
 
 from paddle_recompute import (
@@ -33,6 +36,7 @@ from paddle_recompute.planner import (
     Choice,
     Job,
     StepCosts,
+    find_batch,
     make_plan,
     simulate,
     smallest,
@@ -41,6 +45,7 @@ from paddle_recompute.planner import (
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.planner.policies import uniform
 from paddle_recompute.recompute import recompute_wrapper
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not memory.can_reset_peak(), reason="2.6 cannot start the peak anew; see test_solve"
@@ -476,6 +481,40 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     with pytest.raises((PlanError, ConfigError), match=message):
         planned(make(job_of("encoder")), **{"budget": 2**40, **options})
+
+
+def batch_size_of_rank(budgets: list[int], refused: int | None = None) -> Any:
+    """What `find_batch_size` says on a rank; the first batch on rank `refused` fails its check."""
+    job, rank = job_of("encoder"), dist.get_rank()
+    with contextlib.ExitStack() as stack:
+        if rank == refused:
+            checks = {"wraps": find_batch._verified, "side_effect": [None, *[mock.DEFAULT] * 9]}
+            stack.enter_context(mock.patch.object(find_batch, "_verified", **checks))
+        try:
+            found = find_batch_size(
+                job.model, job.batch, job.loss_fn, memory_budget=budgets[rank], local_batch=8
+            )
+        except PlanError as error:
+            return str(error)
+        return found.rows, found.accumulate_steps, found.fastest_rows
+
+
+def test_the_ranks_agree_on_the_rows() -> None:
+    enough = 2**40
+    one, other = run_ranks(batch_size_of_rank, 2, budgets=[enough, enough], refused=1)
+    assert one == other and one[:2] == (4, 2)
+    one, other = run_ranks(batch_size_of_rank, 2, budgets=[enough, 9])
+    assert "another rank needs more" in one and "a batch of one row" in other
+
+
+def test_a_budget_that_is_too_small_is_refused() -> None:
+    job = job_of("encoder")
+    with pytest.raises(PlanError, match=r"the smallest feasible budget is .*Its peak is") as error:
+        planned(job, 1000)
+    number = int(str(error.value).partition("(")[2].partition(" bytes")[0])
+    found = planned(job, number + 4096)
+    assert found.measured_bytes is not None
+    assert "smallest feasible budget" in str(found)
 
 
 def test_a_plan_is_kept_in_a_file(tmp_path: Path) -> None:
