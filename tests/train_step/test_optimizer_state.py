@@ -131,6 +131,52 @@ def test_frozen_and_unfrozen_parameters_need_no_moments() -> None:
     step.set_state_dict({"optimizer": whole})  # a state of before, without marks
 
 
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("chosen", [((1,), (0, 1)), ((1, 0), (0,)), ((2, 1), (1, 0))])
+def test_a_parameter_gets_moments_while_those_of_others_wait(name: str, chosen: Any) -> None:
+    """Its first gradient comes after the resumption: alone, or beside those that had one before."""
+    model, step = make(name)
+    step(batch(0))
+    other, again = resumed(name, on_disk(step.state_dict()), weights(model))
+    for one in chosen:
+        step(batch(*one))
+        again(batch(*one))
+    assert same(weights(model), weights(other))
+    assert same(on_disk(step.state_dict())["optimizer"], on_disk(again.state_dict())["optimizer"])
+
+
+def test_a_state_goes_back_into_the_same_model() -> None:
+    """Paddle numbers the moments of the second optimizer of a parameter otherwise."""
+    model, step = make("AdamW")
+    step(batch(0))
+    state, values = on_disk(step.state_dict()), weights(model)
+    step(batch(0, 1))
+    expected = weights(model)
+    _, again = make("AdamW", model)
+    model.set_state_dict(values)
+    again.set_state_dict(state)
+    again(batch(0, 1))
+    assert same(weights(model), expected)
+
+
+def test_the_state_of_an_optimizer_with_a_name_is_as_any_other() -> None:
+    model, step = make("AdamW")
+    named = TrainStep(
+        twin := Routed(),
+        paddle.optimizer.AdamW(0.1, parameters=twin.parameters(), name="mine"),
+        loss_fn=loss_of,
+    )
+    twin.set_state_dict(model.state_dict())
+    for one in (step, named):
+        one(batch(0))
+    state = on_disk(named.state_dict())
+    assert same(state["optimizer"], on_disk(step.state_dict())["optimizer"])
+    other, again = resumed("AdamW", state, weights(twin))
+    for one in (step, again):
+        one(batch(0, 1))
+    assert same(weights(model), weights(other))
+
+
 class Forgetful(paddle.optimizer.AdamW):
     """Shows the moments of its first parameters only, as one rank of fleet's sharding does."""
 
