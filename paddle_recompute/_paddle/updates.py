@@ -64,7 +64,8 @@ def part_of_state(
 
 def prefix_of_moments(optimizer: Any) -> str:
     """What comes before "moment1" where ``name=`` was given: ``Optimizer._name`` (2.6, 3.x)."""
-    return f"{getattr(optimizer, '_name', None) or ''}_"
+    name = getattr(optimizer, "_name", None)
+    return f"{name}_" if name else ""
 
 
 def give_moments_one_by_one(optimizer: Any) -> None:

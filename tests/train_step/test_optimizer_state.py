@@ -19,6 +19,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda given: paddle.optimizer.AdamW(0.1, parameters=given),
     "Momentum": lambda given: paddle.optimizer.Momentum(0.1, parameters=given),
     "RMSProp": lambda given: paddle.optimizer.RMSProp(0.1, parameters=given),
+    "Adadelta": lambda given: paddle.optimizer.Adadelta(0.1, parameters=given),
     "Lamb": lambda given: paddle.optimizer.Lamb(0.1, parameters=given),
     "SGD": lambda given: paddle.optimizer.SGD(0.1, parameters=given),
 }
