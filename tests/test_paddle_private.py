@@ -55,10 +55,13 @@ PRIVATE: list[tuple[Any, str]] = [
         "_buffers _forward_post_hooks _forward_pre_hooks _non_persistable_buffer_names_set "
         "_parameters _sub_layers _use_global_stats _mean _variance",
     ),
-    (paddle.optimizer.Optimizer, "_create_optimization_pass _create_param_lr"),
+    (
+        paddle.optimizer.Optimizer,
+        "_add_accumulator _create_optimization_pass _create_param_lr",
+    ),
     (
         paddle.optimizer.AdamW(parameters=paddle.nn.Linear(1, 1).parameters()),
-        "_grad_clip _multi_precision _parameter_list",
+        "_accumulators_holder _grad_clip _multi_precision _name _parameter_list",
     ),
     (framework, "EagerParamBase _current_expected_place _current_expected_place_ _dygraph_tracer"),
     (

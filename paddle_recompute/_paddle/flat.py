@@ -64,7 +64,10 @@ Gradients = Mapping[Any, Sequence[paddle.Tensor]]
 
 
 def by_dtype(tensors: Sequence[paddle.Tensor]) -> Gradients:
-    """Those of `tensors` of each dtype."""
+    """Those of `tensors` of each dtype; of those in one memory, as a PyLayer's backward makes them
+    that returns a gradient for two parameters (``return g, g``), one alone.
+    """
+    tensors = [*dict(zip(map(_Tensor.data_ptr, tensors), tensors, strict=True)).values()]
     dtypes = [*map(attrgetter("dtype"), tensors)]
     if dtypes and _are_equal(dtypes):  # without a hash of each
         return {dtypes[0]: tensors}

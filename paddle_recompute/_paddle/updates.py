@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -59,6 +60,33 @@ def part_of_state(
     if SCHEDULE in state:
         part[SCHEDULE] = state[SCHEDULE]
     return part
+
+
+def prefix_of_moments(optimizer: Any) -> str:
+    """What comes before "moment1" where ``name=`` was given: ``Optimizer._name`` (2.6, 3.x)."""
+    name = getattr(optimizer, "_name", None)
+    return f"{name}_" if name else ""
+
+
+def give_moments_one_by_one(optimizer: Any) -> None:
+    """Let `optimizer` start a parameter anew, if the state that it was given has none of it.
+
+    ``Optimizer._add_accumulator`` (2.6, 3.x) raises AssertionError where moments of a parameter are
+    not in the state and those of another one still wait in it; and where the number at the end of a
+    name is not 0, as where the same parameters had an optimizer before. Can go when it does not.
+    """
+    optimizer._add_accumulator = types.MethodType(_add_accumulator, optimizer)
+
+
+def _add_accumulator(optimizer: Any, name: str, param: Any, *args: Any, **named: Any) -> Any:
+    waiting, optimizer._accumulators_holder = optimizer._accumulators_holder, {}
+    try:
+        added = type(optimizer)._add_accumulator(optimizer, name, param, *args, **named)
+    finally:
+        optimizer._accumulators_holder = waiting
+    if (given := waiting.pop(f"{param.name}_{name}_0", None)) is not None:
+        added.set_value(given)
+    return added
 
 
 def check_treats_each_alone(optimizer: Any, seen: str) -> None:

@@ -12,6 +12,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute._nested import dtype_name
 from paddle_recompute._paddle import device
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.backward import watch_backward
@@ -26,6 +27,7 @@ from paddle_recompute.contrastive._tiled_loss import streamed_loss
 from paddle_recompute.contrastive.gather import agree_on_rows, gather_rows, has_other_ranks
 from paddle_recompute.errors import ConfigError, DataError, StaticGraphError
 
+_HALF = (paddle.float16, paddle.bfloat16)
 MAX_SCALE = 100.0
 """The largest learned 1/temperature: "clipped to prevent scaling the logits by more than 100 which
 we found necessary to prevent training instability" (CLIP, section 2.5)."""
@@ -224,6 +226,7 @@ class ContrastiveLoss(paddle.nn.Layer):
         if hard_negatives is not None and len(hard_negatives.shape) == 2 and is_dygraph():
             hard_negatives = _by_query(hard_negatives, query)
         _check_shapes(query, positive, hard_negatives)
+        _check_dtypes([one for one in (query, positive, hard_negatives) if one is not None])
         given = {
             "queries": query,
             "positives": positive,
@@ -289,7 +292,7 @@ class ContrastiveLoss(paddle.nn.Layer):
         return ContrastiveBatch(**tensors, **places), weight
 
     def _vectors(self, vectors: paddle.Tensor) -> paddle.Tensor:
-        if vectors.dtype not in (paddle.float32, paddle.float64):
+        if vectors.dtype in _HALF:
             vectors = vectors.astype("float32")
         # The tiled loss normalises each tile instead, which saves a copy of all vectors.
         # With several lengths each is scaled after the gather.
@@ -380,6 +383,17 @@ def _check_shapes(
             f"received hard negatives of shape {found}; allowed is "
             f"[{batch}, num_negatives, {dim}], at least one for each pair"
         )
+
+
+def _check_dtypes(vectors: Sequence[paddle.Tensor]) -> None:
+    found = [one.dtype for one in vectors]
+    for allowed in ((paddle.float64,), (paddle.float32, *_HALF)):
+        if all(one in allowed for one in found):
+            return
+    raise DataError(
+        f"received vectors of {', '.join(dict.fromkeys(map(dtype_name, found)))}; allowed is "
+        "float64 for all of them, or float32, float16 and bfloat16"
+    )
 
 
 def _check_number(num_pairs: int, *, lonely: bool) -> None:

@@ -57,7 +57,8 @@ def unscale(
         gradients = _gradients_of(parameters)
         alike = by_dtype(gradients)
     if loss_scale is not None:
-        scale_all(gradients, 1.0 / loss_scale)
+        for each in alike.values():
+            scale_all(each, 1.0 / loss_scale)
     dtype = paddle.float64 if paddle.float64 in alike else paddle.float32
     squares = squares_of(
         [g.astype(dtype) for g in gradients] if alike.keys() - {dtype} else gradients

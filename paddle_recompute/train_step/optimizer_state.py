@@ -18,7 +18,13 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import parameters_of_optimizer
-from paddle_recompute._paddle.updates import MASTERS, SCHEDULE, owner_of_state
+from paddle_recompute._paddle.updates import (
+    MASTERS,
+    SCHEDULE,
+    give_moments_one_by_one,
+    owner_of_state,
+    prefix_of_moments,
+)
 from paddle_recompute.distributed import gathered
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.offload import OffloadOptimizer
@@ -66,6 +72,7 @@ def state_of(
             it has updated.
     """
     structured = {parameter.name: name for name, parameter in parameters.items()}
+    prefix = prefix_of_moments(_optimizers_of(optimizer)[0])
     state = {}
     for key, tensor in _own_state_of(optimizer).items():
         if key == SCHEDULE:
@@ -78,7 +85,7 @@ def state_of(
         accumulator = _ACCUMULATOR.fullmatch(key[len(owner) + 1 :]) if owner else None
         if accumulator is None:
             raise CheckpointError(f"the optimizer state {key!r} belongs to no parameter")
-        state[f"{structured[owner]}:{accumulator[1]}"] = tensor
+        state[f"{structured[owner]}:{accumulator[1].removeprefix(prefix)}"] = tensor
     for key, value in (loaded or {}).items():
         if parameters[key.partition(":")[0]].name not in updated:
             state.setdefault(key, value)
@@ -158,7 +165,15 @@ def set_state_of(
         # Of LinearWarmup's own state it says that it holds "unused values" (2.6, 3.x).
         warnings.filterwarnings("ignore", "There are some unused values", UserWarning)
         optimizer.set_state_dict({**moments, **({SCHEDULE: schedule} if schedule else {})})
+    for one in _optimizers_of(optimizer):
+        give_moments_one_by_one(one)
     return given
+
+
+def _optimizers_of(optimizer: Any) -> list[paddle.optimizer.Optimizer]:
+    """Those of Paddle that `optimizer` consists of."""
+    is_several = isinstance(optimizer, OffloadOptimizer)
+    return optimizer.optimizers if is_several else [inner_of(optimizer)]
 
 
 def _own_state_of(optimizer: Any) -> dict[str, Any]:

@@ -367,6 +367,21 @@ def test_shapes_must_be_those_of_pairs(query: list[int], positive: list[int]) ->
         ContrastiveLoss()(paddle.ones(query), paddle.ones(positive))
 
 
+@pytest.mark.parametrize("tile", [None, 2])
+@pytest.mark.parametrize(
+    "dtypes",
+    [("float64", "float32"), ("float32", "float32", "float64"), ("int64", "int64")],
+    ids=str,
+)
+def test_dtypes_that_do_not_fit_together_are_refused(
+    dtypes: tuple[str, ...], tile: int | None
+) -> None:
+    shapes = [4, 3], [4, 3], [4, 2, 3]
+    vectors = [ones(*shape).astype(one) for shape, one in zip(shapes, dtypes, strict=False)]
+    with pytest.raises(DataError, match=rf"vectors of {', '.join(dict.fromkeys(dtypes))}; allowed"):
+        ContrastiveLoss(tile=tile)(*vectors)
+
+
 def test_a_pair_without_another_is_refused() -> None:
     with pytest.raises(DataError, match="received a batch of 1; a pair needs at least one other"):
         ContrastiveLoss()(ones(1, 3), ones(1, 3))

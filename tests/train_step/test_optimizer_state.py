@@ -20,6 +20,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda given: paddle.optimizer.AdamW(0.1, parameters=given),
     "Momentum": lambda given: paddle.optimizer.Momentum(0.1, parameters=given),
     "RMSProp": lambda given: paddle.optimizer.RMSProp(0.1, parameters=given),
+    "Adadelta": lambda given: paddle.optimizer.Adadelta(0.1, parameters=given),
     "Lamb": lambda given: paddle.optimizer.Lamb(0.1, parameters=given),
     "SGD": lambda given: paddle.optimizer.SGD(0.1, parameters=given),
 }
@@ -124,6 +125,54 @@ def test_frozen_and_unfrozen_parameters_need_no_moments() -> None:
     for parameter in model.experts[2].parameters():
         parameter.stop_gradient = True
     step.set_state_dict({"optimizer": whole})  # a state of before, without marks
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("chosen", [((1,), (0, 1)), ((1, 0), (0,)), ((2, 1), (1, 0))])
+def test_a_parameter_gets_moments_while_those_of_others_wait(name: str, chosen: Any) -> None:
+    """Its first gradient comes after the resumption: alone, or beside those that had one before."""
+    model, step = make(name)
+    step(batch(0))
+    other, again = resumed(name, on_disk(step.state_dict()), values_of(model))
+    for one in chosen:
+        step(batch(*one))
+        again(batch(*one))
+    assert_same_bits(values_of(model), values_of(other))
+    assert_same_bits(
+        on_disk(step.state_dict())["optimizer"], on_disk(again.state_dict())["optimizer"]
+    )
+
+
+def test_a_state_goes_back_into_the_same_model() -> None:
+    """Paddle numbers the moments of the second optimizer of a parameter otherwise."""
+    model, step = make("AdamW")
+    step(batch(0))
+    state, values = on_disk(step.state_dict()), values_of(model)
+    step(batch(0, 1))
+    expected = values_of(model)
+    _, again = make("AdamW", model)
+    model.set_state_dict(values)
+    again.set_state_dict(state)
+    again(batch(0, 1))
+    assert_same_bits(values_of(model), expected)
+
+
+def test_the_state_of_an_optimizer_with_a_name_is_as_any_other() -> None:
+    model, step = make("AdamW")
+    named = TrainStep(
+        twin := Routed(),
+        paddle.optimizer.AdamW(0.1, parameters=twin.parameters(), name="mine"),
+        loss_fn=loss_of,
+    )
+    twin.set_state_dict(model.state_dict())
+    for one in (step, named):
+        one(batch(0))
+    state = on_disk(named.state_dict())
+    assert_same_bits(state["optimizer"], on_disk(step.state_dict())["optimizer"])
+    other, again = resumed("AdamW", state, values_of(twin))
+    for one in (step, again):
+        one(batch(0, 1))
+    assert_same_bits(values_of(model), values_of(other))
 
 
 class Forgetful(paddle.optimizer.AdamW):

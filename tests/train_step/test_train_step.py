@@ -117,6 +117,47 @@ def test_examples_may_be_tokens() -> None:
     np.testing.assert_allclose(model.weight.numpy(), twin.weight.numpy(), atol=1e-7)
 
 
+class AddTwo(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Any, one: paddle.Tensor, other: paddle.Tensor) -> paddle.Tensor:
+        return one + other
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> Any:
+        return gradient, gradient  # Paddle makes both `.grad` of it, in one memory
+
+
+class OneGradientForTwo(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (
+            self.create_parameter([2], default_initializer=paddle.nn.initializer.Constant(0.0))
+            for _ in range(2)
+        )
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return (AddTwo.apply(self.one, self.other) * x).sum()
+
+
+@pytest.mark.parametrize("amp", [None, AmpConfigs(dtype="float16", init_loss_scaling=8.0)])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_of_two_parameters_is_scaled_once(
+    clip: float | None, amp: AmpConfigs | None
+) -> None:
+    model = OneGradientForTwo()
+    optimizer = paddle.optimizer.SGD(1.0, parameters=model.parameters())
+    with pretended_gpu() if amp else contextlib.nullcontext():
+        step = TrainStep(
+            model, optimizer, loss_fn=lambda model, x: model(x), clip_grad_norm=clip, amp=amp
+        )
+        result = step([paddle.to_tensor([3.0, 4.0])])
+    norm = 50**0.5
+    assert result.grad_norm == pytest.approx(norm, rel=1e-6)
+    expected = -np.array([3.0, 4.0]) * (clip / norm if clip else 1.0)
+    for parameter in model.parameters():
+        np.testing.assert_allclose(parameter.numpy(), expected, rtol=1e-6)
+
+
 def test_a_parameter_without_gradient_in_a_later_step_is_left_alone() -> None:
     """A gradient of zeros in its place would let AdamW decay it."""
     model = paddle.nn.LayerList([paddle.nn.Linear(2, 2), paddle.nn.Linear(2, 2)])
