@@ -100,17 +100,20 @@ class ReadsStatisticsOfItsNorm(paddle.nn.Layer):
 class EvaluatesFirst(paddle.nn.Layer):
     """Normalizes by the statistics in eval mode, and updates them in training."""
 
-    def __init__(self, by_attribute: bool = False) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.norm, self.by_attribute = paddle.nn.BatchNorm1D(4), by_attribute
+        self.norm, self.how = paddle.nn.BatchNorm1D(4), how
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        if self.by_attribute:
+        if self.how == "training":
             self.norm.training = False
+        elif self.how == "use_global_stats":
+            self.norm._use_global_stats = True
         else:
             self.norm.eval()
         y = self.norm(x)
         self.norm.train()
+        self.norm._use_global_stats = None
         self.norm(y * 3 + 1)
         return y
 
@@ -153,10 +156,14 @@ def test_statistics_read_in_training(run: Run, who: str) -> Seen:
     return two_calls(run, block, leaf(6, 4), again=leaf(6, 4))
 
 
-@case("a BatchNorm in eval mode and in training in one forward, by {how}", how=["eval", "training"])
+@case(
+    "a BatchNorm in eval mode and in training in one forward, by {how}",
+    how=["eval", "training", "use_global_stats"],
+    num_listed=2,
+)
 def test_eval_within_the_forward(run: Run, how: str) -> Seen:
     """One call: the plain backward of a first one would read the statistics of the second."""
-    return step(run, EvaluatesFirst(by_attribute=how == "training"), leaf(6, 4))
+    return step(run, EvaluatesFirst(how), leaf(6, 4))
 
 
 def test_global_statistics_changed_before_the_backward() -> None:
