@@ -252,7 +252,7 @@ def _unpack(ticket: Kept | None) -> paddle.Tensor:
 
 
 def _may_need_gradient(tensor: paddle.Tensor) -> bool:
-    return paddle.is_floating_point(tensor) or paddle.is_complex(tensor)
+    return bool(paddle.is_floating_point(tensor) or paddle.is_complex(tensor))
 
 
 _hooks: contextlib.AbstractContextManager[Any] = paddle.autograd.saved_tensors_hooks(
