@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import math
 import operator
 import sys
@@ -154,7 +155,7 @@ def before_saved_tensors_hooks(call: Callable[[], None]) -> None:
 
 def is_asked_by_a_py_layer() -> bool:
     """Whether ``ctx.saved_tensor()`` of a PyLayer (2.6, 3.x) called the hook that asks this."""
-    return sys._getframe(2).f_code is PyLayerContext.saved_tensor.__code__
+    return inspect.stack(0)[2].frame.f_code is PyLayerContext.saved_tensor.__code__
 
 
 PACK_LEAKS_A_REFERENCE = paddle_version() < (3, 0, 0)
