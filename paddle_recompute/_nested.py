@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -36,27 +37,45 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return tuple([map_leaves(function, item) for item in value])
     if kind is dict:
         return {key: map_leaves(function, item) for key, item in value.items()}
-    if isinstance(value, paddle.Tensor):
+    if issubclass(kind, paddle.Tensor):
         return function(value)
-    if isinstance(value, tuple):
+    if issubclass(kind, tuple):
         items = [map_leaves(function, item) for item in value]
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
-    if isinstance(value, list):
+        if all(map(operator.is_, items, value)):
+            return value  # a tuple that C has made, such as ``os.stat_result``, cannot be filled
+        return tuple_of(kind, items, attributes_of(value))
+    if issubclass(kind, list):
         items_of = copy.copy(value)
-        items_of[:] = [map_leaves(function, item) for item in value]
+        items_of[:] = [map_leaves(function, item) for item in list.__iter__(value)]
         return items_of
-    if isinstance(value, DICTS):
+    if issubclass(kind, DICTS):
         fresh: Any = copy.copy(value)
         for key in list(value):
             fresh[key] = map_leaves(function, value[key])
         return fresh
     if _is_dataclass_instance(value):
         fresh = copy.copy(value)
-        for field in dataclasses.fields(value):
+        for name, item in _fields_of(value):
             # object.__setattr__: a frozen dataclass must be fillable too.
-            object.__setattr__(fresh, field.name, map_leaves(function, getattr(value, field.name)))
+            object.__setattr__(fresh, name, map_leaves(function, item))
         return fresh
     return function(value)
+
+
+def tuple_of(kind: type[Any], items: Iterable[Any], attributes: dict[str, Any] | None) -> Any:
+    """A tuple of the class `kind`, whose own ``__new__`` may take other arguments."""
+    fresh = tuple.__new__(kind, items)
+    if attributes:
+        vars(fresh).update(attributes)
+    return fresh
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The ``__dict__`` of `value`, whatever its ``__getattr__`` does; None: it has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
+    except AttributeError:
+        return None
 
 
 def taken_out(value: Any, is_taken: Callable[[Any], bool]) -> tuple[Any, list[Any]]:
@@ -94,41 +113,43 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def _add_leaves(value: Any, found: list[Any]) -> None:
-    if isinstance(value, paddle.Tensor):
+    kind = type(value)
+    if issubclass(kind, paddle.Tensor):
         found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif issubclass(kind, (tuple, list)):
+        for item in list.__iter__(value) if issubclass(kind, list) else value:
             _add_leaves(item, found)
-    elif isinstance(value, DICTS):
+    elif issubclass(kind, DICTS):
         for item in value.values():
             _add_leaves(item, found)
     elif _is_dataclass_instance(value):
-        for field in dataclasses.fields(value):
-            _add_leaves(getattr(value, field.name), found)
+        for _, item in _fields_of(value):
+            _add_leaves(item, found)
     else:
         found.append(value)
 
 
 def named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Pairs of a readable path (``[0]['mask'].scale``) and what stands there."""
-    if isinstance(value, paddle.Tensor):
+    kind = type(value)
+    if issubclass(kind, paddle.Tensor):
         yield name, value
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
+    elif issubclass(kind, (tuple, list)):
+        for index, item in enumerate(list.__iter__(value) if issubclass(kind, list) else value):
             yield from named_leaves(item, f"{name}[{index}]")
-    elif isinstance(value, DICTS):
+    elif issubclass(kind, DICTS):
         for key, item in value.items():
             yield from named_leaves(item, f"{name}[{key!r}]")
     elif _is_dataclass_instance(value):
-        for field in dataclasses.fields(value):
-            yield from named_leaves(getattr(value, field.name), f"{name}.{field.name}")
+        for field, item in _fields_of(value):
+            yield from named_leaves(item, f"{name}.{field}")
     else:
         yield name, value
 
 
 def is_tensor(value: object) -> bool:
     """Whether `value` is a dygraph tensor."""
-    return isinstance(value, paddle.Tensor)
+    return issubclass(type(value), paddle.Tensor)
 
 
 def describe(tensor: paddle.Tensor) -> str:
@@ -139,6 +160,12 @@ def describe(tensor: paddle.Tensor) -> str:
 def dtype_name(dtype: object) -> str:
     """``float32`` for ``paddle.float32``, whatever this Paddle prints."""
     return str(dtype).rpartition(".")[2]
+
+
+def _fields_of(value: Any) -> list[tuple[str, Any]]:
+    """Of a dataclass; one that its ``__init__`` does not take may not be set yet."""
+    names = [field.name for field in dataclasses.fields(value)]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def _is_dataclass_instance(value: object) -> bool:

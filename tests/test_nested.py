@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,22 @@ class Sizes(tuple):
     """A tuple of a type of its own, such as ``torch.Size``."""
 
 
+class Weighted(Pair):
+    """Is made of other arguments than its items, and has an attribute."""
+
+    def __new__(cls, both: Any, weight: int) -> Any:
+        self = super().__new__(cls, both, both)
+        self.weight = weight
+        return self
+
+
+class Backwards(list):
+    """Iterates in another order than its items have."""
+
+    def __iter__(self) -> Any:
+        return reversed(self)
+
+
 @dataclasses.dataclass
 class Batch:
     x: Any
@@ -35,6 +52,12 @@ class Batch:
 class Frozen:
     x: Any
     rest: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass
+class Unfinished:
+    x: Any
+    later: Any = dataclasses.field(init=False)
 
 
 @dataclasses.dataclass
@@ -60,7 +83,10 @@ def plain(value: Any) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(
     "value",
-    [None, 3, "text", np.ones(2), {1, 2}, range(3), len, Batch, paddle.Tensor, object()],
+    [
+        *(None, 3, "text", np.ones(2), {1, 2}, range(3), len, Batch, paddle.Tensor, object()),
+        os.stat("."),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_container_is_passed_on_as_it_is(value: Any) -> None:
@@ -78,6 +104,9 @@ def test_what_is_no_container_is_passed_on_as_it_is(value: Any) -> None:
         lambda a: Pair(a, "right"),
         lambda a: Sizes([a, 4]),
         lambda a: Items([a]),
+        lambda a: Weighted(a, 3),
+        lambda a: Backwards([a, 1]),
+        lambda a: Unfinished(a),
         lambda a: collections.OrderedDict(z=a, a=1),
         lambda a: collections.defaultdict(list, k=a),
         lambda a: collections.UserDict(z=a, a=[a]),
@@ -110,8 +139,11 @@ def test_the_result_does_not_change_with_the_original() -> None:
 def test_subclasses_keep_their_attributes() -> None:
     items = Items([t(1)])
     items.note = "kept"
-    found_items, found_default = doubled([items, collections.defaultdict(list, k=t(1))])
+    found_items, found_default, found_weighted = doubled(
+        [items, collections.defaultdict(list, k=t(1)), Weighted(t(1), 3)]
+    )
     assert found_items.note == "kept"
+    assert found_weighted.weight == 3
     assert found_default["missing"] == []
 
 

@@ -20,12 +20,14 @@ class Backward:
     Attributes:
         retain_graph: What the caller asked for.
         partial: True under ``paddle.grad``, False under ``backward()``.
+        creates_graph: Whether its result may be differentiated again.
         error: The Python exception that a hook raised, for `watch_backward` to hand on.
         at_end: Called, each once, when the engine has ended.
     """
 
     retain_graph: bool
     partial: bool
+    creates_graph: bool = False
     error: BaseException | None = None
     at_end: dict[int, Callable[[], None]] = field(default_factory=dict)
 
@@ -89,7 +91,8 @@ def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Cal
     @functools.wraps(engine)
     def run(*args: Any, **kwargs: Any) -> Any:
         retain = kwargs.get("retain_graph", args[position] if len(args) > position else False)
-        call = Backward(bool(retain), partial)
+        creates = partial and kwargs.get("create_graph", args[4] if len(args) > 4 else False)
+        call = Backward(bool(retain), partial, bool(creates))
         for tell in _before:
             tell()
         grad_enabled = paddle.is_grad_enabled()

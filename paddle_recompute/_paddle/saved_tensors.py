@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import math
 import operator
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import paddle
+from paddle.autograd.py_layer import PyLayerContext
 from paddle.base import core
 
 from paddle_recompute._paddle.amp import OFF, amp_state_of
@@ -149,6 +151,11 @@ def before_saved_tensors_hooks(call: Callable[[], None]) -> None:
         return register(*args, **kwargs)
 
     core.eager.register_saved_tensors_hooks = registered
+
+
+def is_asked_by_a_py_layer() -> bool:
+    """Whether ``ctx.saved_tensor()`` of a PyLayer (2.6, 3.x) called the hook that asks this."""
+    return inspect.stack(0)[2].frame.f_code is PyLayerContext.saved_tensor.__code__
 
 
 PACK_LEAKS_A_REFERENCE = paddle_version() < (3, 0, 0)

@@ -435,7 +435,7 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
     kept: dict[int, Input] = {}
 
     def keep(leaf: Any) -> Any:
-        if not isinstance(leaf, paddle.Tensor):
+        if not _nested.is_tensor(leaf):
             return leaf
         found = kept.get(id(leaf))
         if is_parameter(leaf):

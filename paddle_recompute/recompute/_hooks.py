@@ -24,13 +24,14 @@ from typing import Any, Protocol
 import paddle
 
 from paddle_recompute._nested import describe
-from paddle_recompute._paddle.backward import hand_on, is_last_backward
+from paddle_recompute._paddle.backward import current_backward, hand_on, is_last_backward
 from paddle_recompute._paddle.saved_tensors import (
     ENGINE_TAKES_MEMORY,
     PACK_LEAKS_A_REFERENCE,
     Look,
     before_saved_tensors_hooks,
     give_back_pack_references,
+    is_asked_by_a_py_layer,
     memory_for_engine,
     shares_memory,
     version_of,
@@ -235,10 +236,23 @@ def _unpack(ticket: Kept | None) -> paddle.Tensor:
                 "paddle.grad or backward was called inside a function that is being recomputed. "
                 "Move that part out of the recomputed function."
             )
-        return ticket.value()
+        value, backward = ticket.value(), current_backward()
+        is_differentiated = backward is not None and backward.creates_graph
+        # Of an output, ``stop_gradient`` was not known yet when it was saved.
+        if is_differentiated and _may_need_gradient(value) and is_asked_by_a_py_layer():
+            raise RecomputeError(
+                "A PyLayer in a recomputed function cannot be differentiated twice: under "
+                "create_graph=True it would get what it saved without history, and the second "
+                "derivative would lack terms. Call the PyLayer outside of recompute."
+            )
+        return value
     except BaseException as error:
         hand_on(error)
         raise
+
+
+def _may_need_gradient(tensor: paddle.Tensor) -> bool:
+    return bool(paddle.is_floating_point(tensor) or paddle.is_complex(tensor))
 
 
 _hooks: contextlib.AbstractContextManager[Any] = paddle.autograd.saved_tensors_hooks(

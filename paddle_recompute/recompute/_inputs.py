@@ -67,7 +67,7 @@ def fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
     fetched: dict[int, paddle.Tensor] = {}
 
     def tensor_of(leaf: Any) -> Any:
-        if not isinstance(leaf, Input):
+        if type(leaf) is not Input:
             return leaf
         tensor = fetched.get(id(leaf))
         if tensor is None:

@@ -101,7 +101,7 @@ class Call:
         """
         stamps, opaque = [], False
         for leaf in _nested.leaves_of((args, kwargs)):
-            if isinstance(leaf, paddle.Tensor):
+            if _nested.is_tensor(leaf):
                 stamps.append((leaf, _writes.stamp(leaf)))
             else:
                 opaque |= type(leaf) not in _PLAIN
@@ -252,7 +252,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def _outline(value: Any) -> list[tuple[Any, ...]]:
     """What is equal for equal structure, shapes and dtypes."""
-    if isinstance(value, paddle.Tensor):
+    if _nested.is_tensor(value):
         return [("", value.dtype, value.shape)]
     return [
         (path, leaf.dtype, leaf.shape) if _nested.is_tensor(leaf) else (path, type(leaf))

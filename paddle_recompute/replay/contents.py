@@ -7,6 +7,8 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute import _nested
+
 
 class Held:
     """A tensor with a graph, held without its graph, or a tuple that contains such tensors.
@@ -14,12 +16,13 @@ class Held:
     Otherwise a place that is assigned in every step would link each graph to the one before.
     """
 
-    __slots__ = ("_kind", "_original", "_value")
+    __slots__ = ("_attributes", "_kind", "_original", "_value")
 
     def __init__(self, value: Any) -> None:
         self._kind = type(value)
         if isinstance(value, tuple):
             self._value: Any = [*map(hold, value)]
+            self._attributes = _nested.attributes_of(value)
         else:
             self._original = weakref.ref(value)
             self._value = value.detach()
@@ -36,22 +39,24 @@ class Held:
         """The tensor, or its value if nobody else holds it; a tuple of these."""
         if isinstance(self._value, list):
             items = [content_of(item) for item in self._value]
-            return self._kind(*items) if hasattr(self._kind, "_fields") else self._kind(items)
+            return _nested.tuple_of(self._kind, items, self._attributes)
         original = self._original()
         return self._value if original is None else original
 
 
 def hold(value: Any) -> Any:
     """What to keep instead of `value`: without graph, if it is a tensor, or a tuple of some."""
-    if isinstance(value, paddle.Tensor):
+    kind = type(value)
+    if issubclass(kind, paddle.Tensor):
         return value if value.is_leaf else Held(value)
-    return Held(value) if isinstance(value, tuple) and not _is_leaf(value) else value
+    return Held(value) if issubclass(kind, tuple) and not _is_leaf(value) else value
 
 
 def _is_leaf(value: Any) -> bool:
-    if isinstance(value, paddle.Tensor):
+    kind = type(value)
+    if issubclass(kind, paddle.Tensor):
         return bool(value.is_leaf)
-    return not isinstance(value, tuple) or all(map(_is_leaf, value))
+    return not issubclass(kind, tuple) or all(map(_is_leaf, value))
 
 
 def content_of(held: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import operator
 from collections import deque
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 import paddle
 
+from paddle_recompute._nested import attributes_of
 from paddle_recompute._paddle.layers import MEMBER_DICTS, is_parameter
 from paddle_recompute.replay.contents import Held, content_of, hold, is_same
 
@@ -138,13 +140,13 @@ def _is_own_state(before: Any, now: Any) -> bool:
 
 def _is_data(value: Any) -> bool:
     """Whether `value` holds no tensor, and no object that could: numbers, text, dtypes, shapes."""
-    if isinstance(value, paddle.Tensor | Held):  # a `Held` contains a tensor
+    if issubclass(type(value), paddle.Tensor | Held):  # a `Held` contains a tensor
         return False
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_is_data, value))
     if isinstance(value, dict):
         return all(map(_is_data, value.keys())) and all(map(_is_data, value.values()))
-    return isinstance(value, type | enum.Enum) or not hasattr(value, "__dict__")
+    return isinstance(value, type | enum.Enum) or attributes_of(value) is None
 
 
 def _is_built(value: Any) -> bool:
@@ -215,7 +217,9 @@ def _fill(container: Container, items: list[Any]) -> None:
 
 
 class Attributes:
-    """Attributes of a cell, of a function or in slots, as `Entries` reads and writes a dict."""
+    """Attributes of a cell, of a function or in slots, as `Entries` reads and writes a dict; past
+    what the class of the owner does with them.
+    """
 
     __slots__ = ("_owner",)
 
@@ -224,15 +228,16 @@ class Attributes:
 
     def get(self, name: str, default: Any = None) -> Any:
         try:
-            return getattr(self._owner, name)
+            return object.__getattribute__(self._owner, name)
         except (ValueError, AttributeError):  # an empty cell, an empty slot
             return default
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._owner, name, value)
+        object.__setattr__(self._owner, name, value)
 
     def pop(self, name: str, default: Any = None) -> None:
-        delattr(self._owner, name)
+        with contextlib.suppress(AttributeError):  # a slot that is empty already
+            object.__delattr__(self._owner, name)
 
     def keys(self) -> AbstractSet[str]:
         return frozenset()  # none is looked for that was not there

@@ -156,7 +156,7 @@ class Draws:
         before.restore()
 
     def _compare(self, end: Any, was_alone: bool) -> str | None:
-        if end == self._marks[0]:
+        if end == self._marks[0] and (end == self._marks[1] or not self._may_seed):
             return None  # the function draws nothing: another thread did, in the first forward
         if not (self._first_was_alone and was_alone):
             return (

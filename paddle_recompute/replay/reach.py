@@ -63,7 +63,14 @@ from paddle_recompute.replay.names import (
     nothing,
     reader_of,
 )
-from paddle_recompute.replay.places import ABSENT, Entries, Items, items_of, of_attributes
+from paddle_recompute.replay.places import (
+    ABSENT,
+    Attributes,
+    Entries,
+    Items,
+    items_of,
+    of_attributes,
+)
 from paddle_recompute.replay.snapshot import Snapshot, Undo
 
 LONGEST_SEARCHED = 1000
@@ -74,7 +81,7 @@ MOST_SEARCHED = 2_000
 
 _LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None)})
 """The types of what holds nothing else."""
-_TO_STATISTICS = frozenset({*STATISTICS, "eval", "train", "training"})
+_TO_STATISTICS = frozenset({*STATISTICS, "_use_global_stats", "eval", "train", "training"})
 """Names in code that reads the statistics of a BatchNorm, or may let its kernel read them, in eval
 mode within one forward.
 """
@@ -227,7 +234,7 @@ class _Search:
         search._visit(function, "")
         if arguments:
             for path, leaf in _nested.named_leaves(arguments):
-                if not isinstance(leaf, paddle.Tensor):
+                if not _nested.is_tensor(leaf):
                     search._visit(leaf, path)
         search.may_draw |= bool(search._objects)
         search._look_up_names()
@@ -243,36 +250,36 @@ class _Search:
                 self._share(value)
             return
         if kind in weakref.ProxyTypes:
-            value = value.__repr__.__self__  # what it stands for
-            if id(value) in self._seen:
-                return
+            with contextlib.suppress(ReferenceError):  # of an object that is gone
+                self._visit(value.__sizeof__.__self__, name)  # what it stands for
+            return
         if len(self._seen) >= MOST_SEARCHED:
             self.may_draw = True
             return
         self._seen[id(value)] = value
         if kind is types.FunctionType:
             self._visit_function(value)
-        elif isinstance(value, paddle.nn.Layer):
+        elif issubclass(kind, paddle.nn.Layer):
             self.layers[id(value)] = value
             self._visit_layer(value)
-        elif isinstance(value, paddle.Tensor):
+        elif issubclass(kind, paddle.Tensor):
             self.tensors.append(_Captured(value, name, self._holder))
-        elif isinstance(value, (list, tuple, set, frozenset, dict, deque)):
+        elif issubclass(kind, (list, tuple, set, frozenset, dict, deque)):
             if len(value) <= LONGEST_SEARCHED:
                 self._visit_container(value, name)
             else:
                 self.may_draw = True
-        elif isinstance(value, types.MethodType):
+        elif kind is types.MethodType:
             self._visit(value.__self__, name)
             self._visit(value.__func__, name)
-        elif isinstance(value, functools.partial):
+        elif issubclass(kind, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._visit(part, name)
-        elif isinstance(value, types.ModuleType):
+        elif issubclass(kind, types.ModuleType):
             if not is_library(value.__name__) and not is_of_python(value.__name__):
                 self._objects.append((value, set()))
             self.may_draw |= value not in PADDLE and not is_deterministic(value.__name__)
-        elif isinstance(value, _RECORDS) or _is_users(value):
+        elif issubclass(kind, _RECORDS) or _is_users(kind):
             self._objects.append((value, set()))
         else:
             self.may_draw |= getattr(value, "__module__", "") not in _WITHOUT_STREAMS
@@ -405,7 +412,7 @@ class _Search:
             for value, known in list(self._objects):
                 new = self.names - known
                 if self._any_name and not isinstance(value, types.ModuleType):
-                    new |= getattr(value, "__dict__", {}).keys() - known
+                    new |= (_nested.attributes_of(value) or {}).keys() - known
                 if new:
                     known |= new
                     is_done = False
@@ -445,15 +452,15 @@ class _Search:
         self._owner = outer
 
     def _visit_object(self, value: Any, names: frozenset[str]) -> None:
-        entries = getattr(value, "__dict__", None)
-        if isinstance(value, types.ModuleType):
+        entries = _nested.attributes_of(value)
+        if issubclass(type(value), types.ModuleType):
             self._visit_globals(value.__dict__, names)
             return
         if isinstance(entries, dict):
             self._watch(entries, reader_of(entries, names))
         slots = names.intersection(_slots(type(value)))
         if slots:
-            values = [getattr(value, name, ABSENT) for name in slots]
+            values = [Attributes(value).get(name, ABSENT) for name in slots]
             self.snapshot.places.append(of_attributes(value, slots, values))
             for name, one in zip(slots, values, strict=True):
                 self._visit(one, name)
@@ -466,12 +473,16 @@ class _Search:
         self._watch(entries, reader_of(entries, names & entries.keys()))
 
 
-def _is_users(value: Any) -> bool:
-    module = type(value).__module__
+def _is_users(kind: type) -> bool:
+    module = str(kind.__module__)
     if module.partition(".")[0] == OURS:
         return False  # it notes what happens in both forwards, as the planner's recorder does
-    return not (isinstance(value, type) or is_library(module) or is_of_python(module))
+    return not (issubclass(kind, type) or is_library(module) or is_of_python(module))
 
 
 def _slots(kind: type) -> list[str]:
-    return [name for base in kind.__mro__ for name in base.__dict__.get("__slots__", ())]
+    """As the class has them: the name of a private one contains that of its class."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        found.update(vars(base))
+    return [name for name, value in found.items() if type(value) is types.MemberDescriptorType]

@@ -274,6 +274,18 @@ def test_cus_tanh(run: Run) -> Seen:
     return {"y": y, "x": x, "linear": linear}
 
 
+def test_a_py_layer_differentiated_twice_is_refused() -> None:
+    """What it saved would have no history; its first derivative is right."""
+    x = leaf(3, 4)
+    y = recompute(lambda h: cus_tanh.apply(h), x * 2)
+    with pytest.raises(RecomputeError, match="PyLayer in a recomputed function"):
+        paddle.grad(y.sum(), [x], create_graph=True)
+    y = recompute(lambda h: cus_tanh.apply(h), x * 2)
+    (found,) = paddle.grad(y.sum(), [x])
+    (wanted,) = paddle.grad(cus_tanh.apply(x * 2).sum(), [x])
+    assert found.equal_all(wanted)
+
+
 Calls = list[tuple[str, list[float]]]
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import paddle
+import pytest
 from paddle.nn import functional as F
 
 from paddle_recompute import recompute
 from paddle_recompute._paddle.random_streams import hybrid_parallel_tracker
+from paddle_recompute.errors import RecomputeError
 from tests.recompute.contract import Run, Seen, case, leaf, step
 
 
@@ -157,3 +159,21 @@ def test_without_preserve_rng_state_the_second_forward_draws_on() -> None:
         ).sum().backward()
         after.append(streams())
     assert all(one != other for one, other in zip(*after, strict=True))
+
+
+def test_a_stream_that_is_set_back_hides_no_other_numbers() -> None:
+    """The first forward draws the weights of a Layer, the second one does not."""
+    holder = paddle.nn.Layer()
+
+    def block(x: paddle.Tensor) -> paddle.Tensor:
+        if not hasattr(holder, "linear"):
+            holder.linear = paddle.nn.Linear(4, 4)
+        state = paddle.get_rng_state()
+        y = F.dropout(holder.linear(x), 0.5)
+        paddle.set_rng_state(state)
+        return y
+
+    y = recompute(block, leaf(3, 4))
+    with pytest.raises(RecomputeError, match="other numbers from Paddle's random stream"):
+        y.sum().backward()
+    recompute(block, leaf(3, 4)).sum().backward()  # from now on the Layer is there

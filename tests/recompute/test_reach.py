@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
 import operator
@@ -572,6 +573,132 @@ def test_the_search_ends() -> None:
     ring.ring = ring
     ring.data = [types.SimpleNamespace(ring=ring) for _ in range(LONGEST_SEARCHED + 1)]
     assert layers_of(lambda x: ring.ring.norm(ring.data), ()) == [ring.norm]
+
+
+# ------------------------------------------------------------------------------ objects with ideas
+
+
+class Strict:
+    """Raises KeyError for an attribute that is not there; `state` is not."""
+
+    __slots__ = ("scale", "state")
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class NoAttribute(Strict):
+    __slots__ = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("scale", "state"):
+            return object.__getattribute__(self, name)
+        raise KeyError(name)
+
+
+class Oracle:
+    """Raises for whatever is asked of it but its attributes."""
+
+    def __len__(self) -> int:
+        raise KeyError
+
+    __bool__ = __iter__ = __contains__ = __eq__ = __hash__ = __repr__ = __len__  # type: ignore
+
+
+def posing_as(pretended: Any) -> Any:
+    class Posing:
+        @property
+        def __class__(self) -> Any:
+            return pretended()
+
+    return Posing()
+
+
+def gone() -> Any:
+    holder = types.SimpleNamespace()
+    holder.state = weakref.proxy(Oracle())
+    return holder
+
+
+def shown_by_itself() -> Any:
+    holder = types.SimpleNamespace(kept=Wheel())
+    holder.kept.__repr__ = lambda: "a wheel"  # type: ignore[method-assign]
+    holder.state = weakref.proxy(holder.kept)
+    return holder
+
+
+def of_no_module() -> Any:
+    return type("Nameless", (), {"__module__": None})()
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "raises KeyError for an empty slot": Strict,
+    "raises KeyError for all but its slots": NoAttribute,
+    "has no truth, length, items, equality, hash or name": Oracle,
+    "poses as a Layer": lambda: posing_as(lambda: paddle.nn.Layer),
+    "poses as a tensor": lambda: posing_as(lambda: paddle.Tensor),
+    "poses as a list": lambda: posing_as(lambda: list),
+    "poses as a module": lambda: posing_as(lambda: types.ModuleType),
+    "raises KeyError for its class": lambda: posing_as({}.popitem),
+    "has a weak proxy of what is gone": gone,
+    "has a weak proxy of what shows itself": shown_by_itself,
+    "has a class of no module": of_no_module,
+}
+
+
+@case("an object that {what}, {place}", num_listed=0, what=list(ODD), place=["reached", "given"])
+def test_odd_object(run: Run, what: str, place: str) -> Seen:
+    net, odd, x = linear(), ODD[what](), leaf(3, 4)
+    object.__setattr__(odd, "scale", 2.0)
+
+    def function(h: Tensor, *rest: Any) -> Tensor:
+        for one in (*rest, odd):
+            with contextlib.suppress(KeyError, AttributeError, ReferenceError):
+                one.state.name  # noqa: B018
+        return net(h) * odd.scale
+
+    y = run(function, x * 2, *[odd] * (place == "given"))
+    object.__setattr__(odd, "scale", 3.0)
+    return backward(y, x, net)
+
+
+class OneSlot:
+    __slots__ = "state"  # a single name, not the names of five slots
+
+
+class PrivateSlot:
+    __slots__ = ("__state",)
+    state = property(lambda self: self.__state, lambda self, value: self.set(value))
+
+    def set(self, value: Any) -> None:
+        self.__state = value
+
+
+class FrozenSlot:
+    __slots__ = ("state",)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("frozen")
+
+
+@case(
+    "a state in {kind} that goes from call to call",
+    num_listed=0,
+    kind=[OneSlot, PrivateSlot, FrozenSlot],
+)
+def test_state_in_a_slot(run: Run, kind: type) -> Seen:
+    net, x, holder = paddle.nn.Linear(4, 4), leaf(3, 4), kind()
+    put = object.__setattr__ if kind is FrozenSlot else setattr
+    put(holder, "state", paddle.zeros([3, 4]))
+
+    def function(h: Tensor) -> Tensor:
+        put(holder, "state", (net(h) + holder.state).tanh().detach())
+        return net(h) * holder.state
+
+    y = x * 2
+    for _ in range(3):
+        y = run(function, y)
+    return {**backward(y, x, net), "state": holder.state}
 
 
 # --------------------------------------------------------------------------------------- lifetime

@@ -17,8 +17,11 @@ from tests.recompute.contract import (
     array,
     case,
     clean_streams,
+    is_rounding,
     leaf,
     loss_of,
+    plain,
+    seen,
     step,
     upstream,
 )
@@ -100,17 +103,20 @@ class ReadsStatisticsOfItsNorm(paddle.nn.Layer):
 class EvaluatesFirst(paddle.nn.Layer):
     """Normalizes by the statistics in eval mode, and updates them in training."""
 
-    def __init__(self, by_attribute: bool = False) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.norm, self.by_attribute = paddle.nn.BatchNorm1D(4), by_attribute
+        self.norm, self.how = paddle.nn.BatchNorm1D(4), how
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        if self.by_attribute:
+        if self.how == "training":
             self.norm.training = False
+        elif self.how == "use_global_stats":
+            self.norm._use_global_stats = True
         else:
             self.norm.eval()
         y = self.norm(x)
         self.norm.train()
+        self.norm._use_global_stats = None
         self.norm(y * 3 + 1)
         return y
 
@@ -153,10 +159,36 @@ def test_statistics_read_in_training(run: Run, who: str) -> Seen:
     return two_calls(run, block, leaf(6, 4), again=leaf(6, 4))
 
 
-@case("a BatchNorm in eval mode and in training in one forward, by {how}", how=["eval", "training"])
+@case(
+    "a BatchNorm in eval mode and in training in one forward, by {how}",
+    how=["eval", "training", "use_global_stats"],
+    num_listed=2,
+)
 def test_eval_within_the_forward(run: Run, how: str) -> Seen:
     """One call: the plain backward of a first one would read the statistics of the second."""
-    return step(run, EvaluatesFirst(by_attribute=how == "training"), leaf(6, 4))
+    return step(run, EvaluatesFirst(how), leaf(6, 4))
+
+
+@pytest.mark.parametrize("how", ["eval", "training", "use_global_stats"])
+def test_statistics_that_a_later_call_changes(how: str) -> None:
+    """The gradient is that of a backward right behind each call. The plain backward of both calls
+    at once reads what the second one has left behind: Paddle keeps the statistics themselves.
+    """
+
+    def gradients(run: Run, *, is_late: bool) -> Seen:
+        with clean_streams():
+            block, x, losses = EvaluatesFirst(how), leaf(6, 4), []
+            for scale in (1, 2):
+                losses.append(loss_of(run(block, x * scale)))
+                if not is_late:
+                    losses.pop().backward()
+            if is_late:
+                (losses[0] + losses[1]).backward()
+        return dict(seen({"x": x, "block": block}))
+
+    wanted = gradients(plain, is_late=False)
+    assert is_rounding(gradients(recompute, is_late=True), wanted)
+    assert not is_rounding(gradients(plain, is_late=True), wanted)
 
 
 def test_global_statistics_changed_before_the_backward() -> None:
