@@ -97,12 +97,12 @@ def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
     return list(_Search.of(function, arguments).layers.values())
 
 
-def names_read(layer: paddle.nn.Layer) -> frozenset[str] | None:
+def read_by(layer: paddle.nn.Layer) -> tuple[frozenset[str] | None, Snapshot]:
     """The names of attributes that the code looks up which a call of `layer` reaches, without that
-    of Paddle; None: any.
+    of Paddle (None: any); and what it reaches.
     """
     search = _Search.of(layer, ())
-    return None if search._any_name else frozenset(search.names)
+    return None if search._any_name else frozenset(search.names), search.snapshot
 
 
 class Reach:

@@ -2,7 +2,8 @@
 
 Paddle's conversion is wrong in ways that no list of refusals covers. So each Program is compared at
 its first step, at its 10th, 100th and 1,000th, with each new shape, and at its next step after a
-sublayer, hook or number that the forward reads has become another. Both run on copies: outputs,
+sublayer, hook or number that the forward reads has become another, in a Layer, plain object, list,
+dict, global or closure. Both run on copies: outputs,
 gradients for a fixed random cotangent, buffers, attributes and random streams are those of the same
 state, and nothing of the user's takes part.
 """
@@ -176,19 +177,21 @@ class ProgramKeeper:
         self, forward: compiled.CompiledForward, program: compiled.Program, args: Any
     ) -> str:
         """Why `program` is refused in this call; "" if it is equal, or not to be compared."""
-        if self._stamp is None:
-            self._stamp = ModelStamp(self.model)
-        elif change := self._stamp.change():
+        if self._stamp is not None and (change := self._stamp.change()):
             self._change, self._compared_since = change, set()
         mode = (program, self.model.training, paddle.is_grad_enabled())
         if mode not in self._occasions:
             self._occasions[mode] = Occasions(often=program.has_branches)
-        kinds = [f"{one.shape}{one.dtype}" for one in _nested.tensors_in(args)]
+        kinds = [
+            f"{one.shape}{one.dtype}" if _nested.is_tensor(one) else type(one)  # 1 is equal to True
+            for one in _nested.leaves_of(args)
+        ]
         is_due = self._occasions[mode].is_next_one(tuple(kinds))
         is_changed = bool(self._change) and mode not in self._compared_since
         if not is_due and not is_changed:
             return ""
         reason = _Comparison(self.model, forward, program, args).reason()
+        self._stamp = ModelStamp(self.model)  # without what the eager run has changed
         self._compared_since.add(mode)
         return f"after '{self._change}' was changed, {reason}" if reason and is_changed else reason
 

@@ -6,9 +6,11 @@ to eager execution or refused; with ``or_eager=True`` the model trains on, with 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import random
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -176,20 +178,66 @@ def test_what_the_model_had_before_its_conversion_is_kept() -> None:
     assert np.array_equal(paddle.rand([1]).numpy(), next_one)
 
 
+class Times(nn.Layer):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x * self.factor
+
+
+class TimesTwo(Times):
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return super().forward(x) * 2
+
+
+of_the_module = 1.0
+
+
+class Settings:
+    rate = 1.0
+
+    def __init__(self) -> None:
+        self.inner = types.SimpleNamespace(power=1.0)
+        self.calls = 0
+
+
 class Dropping(Base):
     def __init__(self) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.25)
+        self.times = Times(1.0)
         self.scale = 1.0
         self.rates = [1.0]
         self.table = {"factor": 1.0}
+        self.nested = [[1.0], collections.deque([1.0])]
+        self.settings = Settings()
+        enclosed = 1.0
+
+        def last(x: Any) -> Any:
+            return x * enclosed
+
+        def enclose(number: float) -> None:
+            nonlocal enclosed
+            enclosed = number
+
+        self.last, self.enclose = last, enclose
 
     def forward(self, x: Any) -> Any:
-        return self.dropout(self.n(self.l(x))) * self.scale * self.rates[0] * self.table["factor"]
+        h = self.times(self.dropout(self.n(self.l(x))) * self.scale * self.rates[0])
+        h = h * self.table["factor"] * self.nested[0][0] * self.nested[1][0] * of_the_module
+        self.settings.calls += 1
+        return self.last(h) * self.settings.rate * self.settings.inner.power
 
 
 def add_a_hook(model: Any) -> None:
     model.l.register_forward_post_hook(lambda layer, inputs, output: output * 2)
+
+
+def other_members(layer: nn.Layer, name: str, **entries: Any) -> None:
+    members = collections.OrderedDict({**vars(layer)[name], **entries})
+    layer.__dict__[name] = members
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -199,14 +247,29 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "scale": lambda model: model.__setattr__("scale", 3.0),
     "rates": lambda model: model.rates.__setitem__(0, 3.0),
     "table": lambda model: model.table.update(factor=3.0),
+    "an item of a list or dict": lambda model: model.nested[0].__setitem__(0, 3.0),
+    "an item of a list or dict ": lambda model: model.nested[1].__setitem__(0, 3.0),
+    "rate": lambda model: model.settings.__setattr__("rate", 3.0),
+    "power": lambda model: model.settings.inner.__setattr__("power", 3.0),
+    "of_the_module": lambda model: globals().update(of_the_module=3.0),
+    "a variable of a closure": lambda model: model.enclose(3.0),
+    "the class of times": lambda model: model.times.__setattr__("__class__", TimesTwo),
+    "times.factor": lambda model: model.times.__setattr__(
+        "__dict__", {**vars(model.times), "factor": 3.0}
+    ),
+    "l": lambda model: other_members(model, "_sub_layers", times=Times(3.0)),
+    "the hooks of times": lambda model: other_members(
+        model.times, "_forward_post_hooks", one=lambda layer, inputs, output: output * 2
+    ),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_of_the_model_is_seen(what: str) -> None:
+def test_a_change_of_the_model_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = paddle.randn([3, 4])
     results = []
     for compiled in (False, True):
+        monkeypatch.setitem(globals(), "of_the_module", 1.0)
         model = made(Dropping)
         if compiled:
             compile_model(model, SPEC, or_eager=True)
@@ -219,7 +282,9 @@ def test_a_change_of_the_model_is_seen(what: str) -> None:
             results.append(model(x).numpy())
     assert np.array_equal(*results)
     text = str([str(one.message) for one in found])
-    assert f"after '{what}" in text or ("parameters were replaced" in text and what == "n"), text
+    assert f"after '{what.strip()}" in text or (
+        "parameters were replaced" in text and what == "n"
+    ), text
     assert "Dropping goes on in eager execution" in text
 
 
@@ -330,13 +395,27 @@ def test_a_comparison_touches_nothing_of_the_users() -> None:
         assert np.array_equal(one, other)
 
 
-class Times(nn.Layer):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
+def test_what_the_comparison_changes_makes_no_further_one() -> None:
+    model = made(Dropping)  # whose forward counts in a plain object
+    compile_model(model, SPEC)
+    with counted_comparisons() as count:
+        for _ in range(5):
+            model(paddle.ones([3, 4]))
+    assert len(count) == 1
 
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return x * self.factor
+
+class OfAFlag(Base):
+    def forward(self, x: Any, flag: Any = 1) -> Any:
+        return self.l(x) * (2.0 if flag is True else 1.0)
+
+
+def test_an_argument_that_is_equal_and_of_another_type_is_compared() -> None:
+    """Paddle runs the Program of 1 for True, which is equal to it."""
+    model = made(OfAFlag)
+    compile_model(model, SPEC)
+    model(paddle.ones([3, 4]), 1)
+    with pytest.raises(StaticGraphError, match="output 0 differs"):
+        model(paddle.ones([3, 4]), True)
 
 
 def test_a_number_of_a_sublayer_that_came_later_is_seen() -> None:
