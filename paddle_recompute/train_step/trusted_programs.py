@@ -142,7 +142,9 @@ class ProgramKeeper:
             except (StaticGraphError, *compiled.CONVERSION_ERRORS) as error:
                 reason = f"paddle.jit.to_static cannot convert it: {first_sentence(error)}"
             else:
-                reason = self._reason_against(forward, program, args) if self._verify else ""
+                reason = program.misfit()
+                if not reason and self._verify:
+                    reason = self._reason_against(forward, program, args)
                 if not reason:
                     return program.run(args)
             self.refusal = reason

@@ -404,6 +404,41 @@ def test_what_the_comparison_changes_makes_no_further_one() -> None:
     assert len(count) == 1
 
 
+class Weighted(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", paddle.ones([4]))
+
+    def forward(self, x: Any) -> Any:
+        return self.l(x) if self.weights is None else self.l(x) * self.weights
+
+
+OTHER_BUFFERS: dict[str, Callable[[Any], Any]] = {
+    "another shape": lambda model: paddle.full([1, 4], 3.0),
+    "another dtype": lambda model: paddle.full([4], 3.0, "float64"),
+    "a gradient": lambda model: model.l.bias * 2,
+    "none": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("other", OTHER_BUFFERS)
+def test_a_buffer_of_another_kind_ends_the_use_of_the_program(other: str, verify: bool) -> None:
+    x, gradients = paddle.randn([3, 4]), []
+    for compiled in (False, True):
+        model = made(Weighted)
+        if compiled:
+            compile_model(model, SPEC, or_eager=True, verify=verify)
+        model(x)
+        model.weights = OTHER_BUFFERS[other](model)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model(x).square().mean().backward()
+        gradients.append(model.l.bias.grad.numpy())
+    assert np.array_equal(*gradients)
+    assert "the buffer 'weights' was replaced by something else" in str([w.message for w in found])
+
+
 class OfAFlag(Base):
     def forward(self, x: Any, flag: Any = 1) -> Any:
         return self.l(x) * (2.0 if flag is True else 1.0)
