@@ -193,10 +193,14 @@ def alias(tensor: paddle.Tensor) -> paddle.Tensor:
 class ModelStamp:
     """What the forwards of a model read: classes, sublayers, hooks and attributes of its Layers;
     and what `reach` finds in plain objects, lists, dicts, globals and closures.
+
+    Args:
+        model: The model.
+        code: Functions that are called beside it, such as a loss.
     """
 
-    def __init__(self, model: paddle.nn.Layer) -> None:
-        self._model = model
+    def __init__(self, model: paddle.nn.Layer, *code: Any) -> None:
+        self._model, self._code = model, code
         self._look()
 
     def change(self) -> str:
@@ -220,7 +224,7 @@ class ModelStamp:
 
     def _look(self) -> None:
         """Look at all that the model reaches now."""
-        names, found = read_by(self._model)
+        names, found = read_by((self._model, *self._code))
         self._layers, self._rest = found.layers, found.places
         self._dicts = [*map(vars, self._layers)]
         known = {id(one): name for name, one in self._model.named_sublayers(include_self=True)}

@@ -97,11 +97,11 @@ def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
     return list(_Search.of(function, arguments).layers.values())
 
 
-def read_by(layer: paddle.nn.Layer) -> tuple[frozenset[str] | None, Snapshot]:
-    """The names of attributes that the code looks up which a call of `layer` reaches, without that
-    of Paddle (None: any); and what it reaches.
+def read_by(functions: tuple[Any, ...]) -> tuple[frozenset[str] | None, Snapshot]:
+    """The names of attributes that the code looks up which calls of `functions` reach, without that
+    of Paddle (None: any); and what they reach.
     """
-    search = _Search.of(layer, ())
+    search = _Search.of(functions, ())
     return None if search._any_name else frozenset(search.names), search.snapshot
 
 
