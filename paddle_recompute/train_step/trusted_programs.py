@@ -27,6 +27,7 @@ from paddle_recompute._paddle.layers import (
     own_parameters,
     statistics_among_parameters,
 )
+from paddle_recompute._paddle.saved_tensors import version_of
 from paddle_recompute._paddle.static import compiled
 from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.distributed import is_distributed, withdrawals
@@ -146,7 +147,7 @@ class ProgramKeeper:
                 if not reason and self._verify:
                     reason = self._reason_against(forward, program, args)
                 if not reason:
-                    return program.run(args)
+                    return _watching_inputs(program.run(args), args)
             self.refusal = reason
         name = type(self.model).__name__
         if not self._or_eager:
@@ -196,6 +197,24 @@ class ProgramKeeper:
         self._stamp = ModelStamp(self.model)  # without what the eager run has changed
         self._compared_since.add(mode)
         return f"after '{self._change}' was changed, {reason}" if reason and is_changed else reason
+
+
+def _watching_inputs(outputs: Any, args: Any) -> Any:
+    """`outputs`; their backward raises if one of `args` was written to, as in eager execution."""
+    tensors = [*_nested.tensors_in(args)]
+    then = [*map(version_of, tensors)]
+
+    def check(_: object) -> None:
+        if [*map(version_of, tensors)] != then:
+            raise StaticGraphError(
+                "an input of a compiled model was changed in place between its forward and its "
+                "backward, which would read other numbers; change a copy"
+            )
+
+    for one in _nested.tensors_in(outputs):
+        if not one.stop_gradient:
+            one.register_hook(check)
+    return outputs
 
 
 class _MadeFor:

@@ -439,6 +439,17 @@ def test_a_buffer_of_another_kind_ends_the_use_of_the_program(other: str, verify
     assert "the buffer 'weights' was replaced by something else" in str([w.message for w in found])
 
 
+def test_an_input_that_is_changed_before_the_backward_is_refused() -> None:
+    """As in eager execution; the Program would read the new numbers."""
+    model = made(Weighted)
+    compile_model(model, SPEC)
+    x = paddle.ones([3, 4])
+    y = model(x)
+    x.add_(paddle.full([4], 9.0))
+    with pytest.raises(OSError, match="input of a compiled model was changed in place"):
+        y.sum().backward()
+
+
 class OfAFlag(Base):
     def forward(self, x: Any, flag: Any = 1) -> Any:
         return self.l(x) * (2.0 if flag is True else 1.0)
