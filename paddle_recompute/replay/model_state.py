@@ -262,7 +262,7 @@ class ModelStamp:
             for at, one in enumerate([value, *_inside(value)])
         }
         for layer in self._layers:
-            self._held[id(layer), "", 0] = f"the class of {known.get(id(layer))}", type(layer)
+            self._held[id(layer), "", 0] = f"the class of {known.get(id(layer), '')}", type(layer)
         for container in self._containers:
             for at, one in enumerate(_inside(container)):
                 self._held[id(container), "", at] = "an item of a list or dict", _without_graph(one)
