@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter
@@ -29,12 +28,13 @@ from paddle_recompute._paddle.layers import (
 from paddle_recompute._paddle.writes import address_of
 from paddle_recompute.replay.names import kind_of
 from paddle_recompute.replay.random_streams import RngState
-from paddle_recompute.replay.reach import names_read
+from paddle_recompute.replay.reach import read_by
 
 _DICTS = (dict, collections.OrderedDict)
 _CONTAINERS = (*_DICTS, list, set, collections.deque)
 _NUMBERS = (bool, int, float, complex, type(None))
 _TOLD_BY_VALUE = (*_NUMBERS, str, bytes)
+_members_of = itemgetter("_sub_layers", "_forward_pre_hooks", "_forward_post_hooks")
 _OWN_PREFIX = "_recompute_"
 """Attributes of wrapped Layers: a forward counts in them, and no number depends on them."""
 
@@ -191,73 +191,91 @@ def alias(tensor: paddle.Tensor) -> paddle.Tensor:
 
 
 class ModelStamp:
-    """The sublayers, hooks, numbers and other attributes that the forwards of a model read."""
+    """What the forwards of a model read: classes, sublayers, hooks and attributes of its Layers;
+    and what `reach` finds in plain objects, lists, dicts, globals and closures.
 
-    def __init__(self, model: paddle.nn.Layer) -> None:
-        self._model = weakref.ref(model)
-        self._watch(model)
+    Args:
+        model: The model.
+        code: Functions that are called beside it, such as a loss.
+    """
 
-    def _watch(self, model: paddle.nn.Layer) -> None:
-        """Look at all Layers that `model` has now."""
-        names = names_read(model)
-        self._places: list[tuple[str, dict[Any, Any], Callable[[Any], bool] | None]] = []
-        """Label, dict and which of its keys matter; None: all."""
-        for name, layer in model.named_sublayers(include_self=True):
-            label = f"{name}.{{}}" if name else "{}"
-            self._places.append((label, vars(layer), _read_by(layer, names)))
-            self._places.append((label, own_sublayers(layer), None))
-            if layer is not model:  # whose own hooks run around its Program, not in it
-                for hooks in (forward_pre_hooks(layer), forward_post_hooks(layer)):
-                    self._places.append((f"the hooks of {name}", hooks, None))
-        self._entries = [entries for _, entries, _ in self._places]
-        self._whole = [entries for _, entries, matters in self._places if matters is None]
+    def __init__(self, model: paddle.nn.Layer, *code: Any) -> None:
+        self._model, self._code = model, code
         self._look()
 
     def change(self) -> str:
         """What is not as it was at the last call, or when the stamp was made; "" if nothing.
 
         Where every entry is the object that it was, which is compared in C, no place is looked at.
-        After a change, Layers that came with it are watched, too.
+        After a change, what came with it is watched, too.
         """
-        if all(map(is_, self._entries_now(), self._seen)):
+        is_rest_same = all(place.is_unchanged() for place in self._rest)
+        if is_rest_same and all(map(is_, self._entries_now(), self._seen)):
             return ""
-        changed = self._first_difference()
-        model = self._model()
-        if changed and model is not None:
-            self._watch(model)
-        return changed
-
-    def _first_difference(self) -> str:
         then = self._held
         self._look()
         for place in {**then, **self._held}:
-            one, other = then.get(place, _ABSENT), self._held.get(place, _ABSENT)
-            if one is not other and not (isinstance(one, _TOLD_BY_VALUE) and one == other):
-                number, key, _ = place
-                return self._places[number][0].format(key)
-        return ""
+            label, one = then.get(place, ("", _ABSENT))
+            label, other = self._held.get(place, (label, _ABSENT))
+            is_equal = type(one) is type(other) and isinstance(one, _TOLD_BY_VALUE) and one == other
+            if one is not other and not is_equal:
+                return label
+        return "" if is_rest_same else "a variable of a closure"
 
     def _look(self) -> None:
+        """Look at all that the model reaches now."""
+        names, found = read_by((self._model, *self._code))
+        self._layers, self._rest = found.layers, found.places
+        self._dicts = [*map(vars, self._layers)]
+        known = {id(one): name for name, one in self._model.named_sublayers(include_self=True)}
+        places: list[tuple[str, dict[Any, Any], Callable[[Any], bool] | None]] = []
+        """Label, dict and which of its keys matter; None: all."""
+        for layer in self._layers:
+            name = known.get(id(layer), "")
+            label = f"{name}.{{}}" if name else "{}"
+            places.append((label, vars(layer), _read_by(layer, names)))
+            places.append((label, own_sublayers(layer), None))
+            if layer is not self._model:  # whose own hooks run around its Program, not in it
+                for hooks in (forward_pre_hooks(layer), forward_post_hooks(layer)):
+                    places.append((f"the hooks of {name}", hooks, None))
+        inner = {}
+        for container, read in found.beside_layers():
+            if read is None:
+                inner[id(container)] = container
+            else:
+                places.append(("{}", container, read.__contains__))
+        self._entries = [entries for _, entries, _ in places]
+        self._whole = [entries for _, entries, matters in places if matters is None]
         self._read: dict[itemgetter[Any], dict[Any, Any]] = {}
-        for _, entries, matters in self._places:
+        for _, entries, matters in places:
             if matters is not None and (keys := [*filter(matters, entries)]):
                 self._read[itemgetter(*keys, keys[0])] = entries  # of one key it gives no tuple
-        self._containers = [one for one in self._values_now() if type(one) in (list, *_DICTS)]
+        inner |= {id(one): one for one in self._values_now() if type(one) in (list, *_DICTS)}
+        self._containers = [*inner.values()]
         # Not a tensor with its graph: where there is one, each place is looked at each time.
-        self._seen = [None if _has_graph(one) else one for one in self._entries_now()]
+        self._seen = [*map(_without_graph, [*self._entries_now()])]
         self._held = {
-            (number, key, at): None if _has_graph(one) else one
-            for number, (_, entries, matters) in enumerate(self._places)
-            for key, value in entries.items()
+            (id(entries), key, at): (label.format(key), _without_graph(one))
+            for label, entries, matters in places
+            for key, value in [*entries.items()]
             if matters is None or matters(key)
             for at, one in enumerate([value, *_inside(value)])
         }
+        for layer in self._layers:
+            self._held[id(layer), "", 0] = f"the class of {known.get(id(layer), '')}", type(layer)
+        for container in self._containers:
+            for at, one in enumerate(_inside(container)):
+                self._held[id(container), "", at] = "an item of a list or dict", _without_graph(one)
 
     def _entries_now(self) -> Iterator[Any]:
-        """All keys, and values and what is in lists and dicts as far as they matter; and `_ABSENT`,
-        so that the shorter of two such is not the beginning of the other.
+        """Classes and dicts of all Layers; all keys, and values and what is in lists and dicts as
+        far as they matter; and `_ABSENT`, so that the shorter of two such is not the beginning of
+        the other.
         """
         return chain(
+            map(type, self._layers),
+            map(vars, self._layers),
+            chain.from_iterable(map(_members_of, self._dicts)),
             chain.from_iterable(self._entries),
             self._values_now(),
             chain.from_iterable(map(_inside, self._containers)),
@@ -282,11 +300,13 @@ _ABSENT = object()
 
 
 def _inside(value: Any) -> list[Any]:
-    """The elements of a list; the keys and values of a dict."""
+    """The elements of a list or deque; the keys and values of a dict."""
     if type(value) is list:
         return value
+    if type(value) is collections.deque:
+        return [*value]
     return [*value, *value.values()] if type(value) in _DICTS else []
 
 
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, paddle.Tensor) and not value.is_leaf
+def _without_graph(value: Any) -> Any:
+    return None if isinstance(value, paddle.Tensor) and not value.is_leaf else value

@@ -104,12 +104,12 @@ def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
     return list(_Search.of(function, arguments).layers.values())
 
 
-def names_read(layer: paddle.nn.Layer) -> frozenset[str] | None:
-    """The names of attributes that the code looks up which a call of `layer` reaches, without that
-    of Paddle; None: any.
+def read_by(functions: tuple[Any, ...]) -> tuple[frozenset[str] | None, Snapshot]:
+    """The names of attributes that the code looks up which calls of `functions` reach, without that
+    of Paddle (None: any); and what they reach.
     """
-    search = _Search.of(layer, ())
-    return None if search._any_name else frozenset(search.names)
+    search = _Search.of(functions, ())
+    return None if search._any_name else frozenset(search.names), search.snapshot
 
 
 class Reach:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from itertools import chain, islice
 from operator import is_, itemgetter, methodcaller
 from typing import Any
@@ -85,6 +86,13 @@ class Snapshot:
         self._num_buffers += map(len, map(_buffers_of, dicts))
         self._note_members(dicts)
         return dicts
+
+    def beside_layers(self) -> Iterator[tuple[Any, AbstractSet[str] | None]]:
+        """Each container that no Layer is, and the names that are looked up in it; None: all."""
+        of_layers = {*map(id, self._layer_dicts)}
+        for container, (_, _, names) in zip(self._containers, self._readers, strict=True):
+            if id(container) not in of_layers:
+                yield container, names
 
     def has_hooks(self) -> bool:
         """Whether a Layer has any, as `MEMBER_DICTS` has them at the end."""

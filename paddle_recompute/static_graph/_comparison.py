@@ -19,8 +19,10 @@ import paddle
 from numpy.typing import NDArray
 
 from paddle_recompute import _nested
+from paddle_recompute._paddle.flat import is_frozen
 from paddle_recompute._paddle.static import buffers, training
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
+from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.distributed import is_distributed, mean_of_array, sum_over_ranks
 from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
 from paddle_recompute.replay import (
@@ -80,6 +82,7 @@ class Comparison:
         model: The dygraph model.
         loss: The dygraph loss, if it is a Layer.
         backward: What a micro-batch does in dygraph.
+        code: The functions of the user that `backward` calls.
     """
 
     def __init__(
@@ -88,13 +91,16 @@ class Comparison:
         model: paddle.nn.Layer,
         loss: paddle.nn.Layer | None,
         backward: Backward,
+        *code: Any,
     ) -> None:
-        self._builder = builder
+        self._builder, self._code = builder, code
         self._layers = {"": model} | ({LOSS_PREFIX: loss} if loss is not None else {})
         self._backward = backward
         self._occasions = Occasions()
         self._shapes: set[Any] = set()
-        self._stamps = [ModelStamp(layer) for layer in self._layers.values()]
+        self._stamps: list[ModelStamp] = []
+        self._walks = [ParameterWalk(layer) for layer in self._layers.values()]
+        self._frozen: list[bool] = []
         self._refused = ""
 
     def is_due(self, shapes: set[Any]) -> bool:
@@ -102,8 +108,11 @@ class Comparison:
         if self._refused:
             raise StaticGraphError(self._refused)
         changes = [stamp.change() for stamp in self._stamps]
+        then = self._frozen
+        self._frozen = [is_frozen(one) for walk in self._walks for one in walk.parameters()]
         self._shapes |= shapes
-        return self._occasions.is_next_one(frozenset(self._shapes)) or any(changes)
+        is_due = self._occasions.is_next_one(frozenset(self._shapes))
+        return is_due or any(changes) or self._frozen != then
 
     def check(
         self, built: Built, feeds: Any, micro_batches: Sequence[Any], weights: Sequence[float]
@@ -142,6 +151,8 @@ class Comparison:
                 raise
             except CONVERSION_ERRORS as error:
                 self._agree(f"its comparison fails with {type(error).__name__}: {error}")
+        # Without what the run in dygraph has changed.
+        self._stamps = [ModelStamp(one, *self._code) for one in self._layers.values()]
 
     def _agree(self, fault: str, wish: bool = False) -> bool:
         """Whether any rank has the `wish`; all raise where one has a `fault`."""

@@ -92,10 +92,10 @@ class Feeds:
                     "from batch to batch, give input_spec with -1 for it"
                 )
         if (constants := _constants(micro_batch)) != self._constants:
+            now, then = ([one for _, one in some] for some in (constants, self._constants))
             raise DataError(
-                f"the micro-batch has {constants!r} beside its arrays, and the Program was built "
-                f"with {self._constants!r}; what changes from batch to batch must be a Tensor or "
-                "an array"
+                f"the micro-batch has {now!r} beside its arrays, and the Program was built with "
+                f"{then!r}; what changes from batch to batch must be a Tensor or an array"
             )
         return {self._feeds[path].name: array for path, array in found.items()}
 
@@ -128,8 +128,9 @@ def _feed(number: int, path: str, array: NDArray[Any], spec: Any, *, any_rows: b
     return _Feed(f"micro_batch_{number}", path, (-1, *shape[1:]) if any_rows else shape, dtype)
 
 
-def _constants(micro_batch: Any) -> list[Any]:
-    return [leaf for leaf in _nested.leaves_of(micro_batch) if not _is_array(leaf)]
+def _constants(micro_batch: Any) -> list[tuple[type, Any]]:
+    """With their types: 1 is equal to True."""
+    return [(type(leaf), leaf) for leaf in _nested.leaves_of(micro_batch) if not _is_array(leaf)]
 
 
 def _specs(input_spec: Any) -> dict[str, Any]:

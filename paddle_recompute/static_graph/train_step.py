@@ -161,8 +161,9 @@ class StaticTrainStep:
         self._built: Built | None = None
         self._comparison: Comparison | None = None
         if model is not None and verify:
+            called = loss_fn if grad_cache is None else grad_cache.encode
             self._comparison = Comparison(
-                self._builder, model, self._loss, self._in_dygraph_backward
+                self._builder, model, self._loss, self._in_dygraph_backward, called
             )
         self._state_to_set: dict[str, Any] = {}
 

@@ -2,7 +2,8 @@
 
 Paddle's conversion is wrong in ways that no list of refusals covers. So each Program is compared at
 its first step, at its 10th, 100th and 1,000th, with each new shape, and at its next step after a
-sublayer, hook or number that the forward reads has become another. Both run on copies: outputs,
+sublayer, hook or number that the forward reads has become another, in a Layer, plain object, list,
+dict, global or closure. Both run on copies: outputs,
 gradients for a fixed random cotangent, buffers, attributes and random streams are those of the same
 state, and nothing of the user's takes part.
 """
@@ -26,6 +27,7 @@ from paddle_recompute._paddle.layers import (
     own_parameters,
     statistics_among_parameters,
 )
+from paddle_recompute._paddle.saved_tensors import version_of
 from paddle_recompute._paddle.static import compiled
 from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.distributed import is_distributed, withdrawals
@@ -141,9 +143,11 @@ class ProgramKeeper:
             except (StaticGraphError, *compiled.CONVERSION_ERRORS) as error:
                 reason = f"paddle.jit.to_static cannot convert it: {first_sentence(error)}"
             else:
-                reason = self._reason_against(forward, program, args) if self._verify else ""
+                reason = program.misfit()
+                if not reason and self._verify:
+                    reason = self._reason_against(forward, program, args)
                 if not reason:
-                    return program.run(args)
+                    return _watching_inputs(program.run(args), args)
             self.refusal = reason
         name = type(self.model).__name__
         if not self._or_eager:
@@ -176,21 +180,41 @@ class ProgramKeeper:
         self, forward: compiled.CompiledForward, program: compiled.Program, args: Any
     ) -> str:
         """Why `program` is refused in this call; "" if it is equal, or not to be compared."""
-        if self._stamp is None:
-            self._stamp = ModelStamp(self.model)
-        elif change := self._stamp.change():
+        if self._stamp is not None and (change := self._stamp.change()):
             self._change, self._compared_since = change, set()
         mode = (program, self.model.training, paddle.is_grad_enabled())
         if mode not in self._occasions:
             self._occasions[mode] = Occasions(often=program.has_branches)
-        kinds = [f"{one.shape}{one.dtype}" for one in _nested.tensors_in(args)]
+        kinds = [
+            f"{one.shape}{one.dtype}" if _nested.is_tensor(one) else type(one)  # 1 is equal to True
+            for one in _nested.leaves_of(args)
+        ]
         is_due = self._occasions[mode].is_next_one(tuple(kinds))
         is_changed = bool(self._change) and mode not in self._compared_since
         if not is_due and not is_changed:
             return ""
         reason = _Comparison(self.model, forward, program, args).reason()
+        self._stamp = ModelStamp(self.model)  # without what the eager run has changed
         self._compared_since.add(mode)
         return f"after '{self._change}' was changed, {reason}" if reason and is_changed else reason
+
+
+def _watching_inputs(outputs: Any, args: Any) -> Any:
+    """`outputs`; their backward raises if one of `args` was written to, as in eager execution."""
+    tensors = [*_nested.tensors_in(args)]
+    then = [*map(version_of, tensors)]
+
+    def check(_: object) -> None:
+        if [*map(version_of, tensors)] != then:
+            raise StaticGraphError(
+                "an input of a compiled model was changed in place between its forward and its "
+                "backward, which would read other numbers; change a copy"
+            )
+
+    for one in _nested.tensors_in(outputs):
+        if not one.stop_gradient:
+            one.register_hook(check)
+    return outputs
 
 
 class _MadeFor:

@@ -47,6 +47,15 @@ def read_arrays(path: Path) -> Arrays:
     Raises:
         CheckpointError: It is missing or damaged, or has another suffix; or a file of several is.
     """
+    try:
+        return _read(path)
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({str(error) or 'out of memory'})"
+        ) from error
+
+
+def _read(path: Path) -> Arrays:
     if path.is_dir():
         path = next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), path)
         if path.is_dir():
@@ -92,7 +101,7 @@ def _read_shards(index: Path) -> Arrays:
     """The tensors of all files that `index` names; each must be where the index says."""
     try:
         found = read_json(index)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise _damaged(index, error) from error
     places = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(places, dict) or not all(
@@ -123,7 +132,7 @@ def _read_safetensors(path: Path) -> Arrays:
     # safetensors.numpy.load_file refuses BF16.
     try:
         found = _deserialize(path.read_bytes())
-    except (OSError, safetensors.SafetensorError) as error:
+    except safetensors.SafetensorError as error:
         raise _damaged(path, error) from error
     unknown = [
         f"{name} ({entry['dtype']})"

@@ -227,11 +227,44 @@ def test_a_number_of_a_sublayer_that_came_later_is_noticed() -> None:
         step([data(2)])
 
 
-def test_a_frozen_parameter_is_noticed_at_the_next_comparison() -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_frozen_parameter_is_noticed(steps: int) -> None:
     model, step = step_of(small(planted.Dense))
+    for number in range(steps):
+        step([data(number)])
     model.entry.weight.stop_gradient = True
     with pytest.raises(StaticGraphError, match=f"{OTHERS}.*entry.weight"):
-        step([data(0)])
+        step([data(steps)])
+
+
+def test_a_number_that_the_loss_reads_is_noticed() -> None:
+    weight = 1.0
+    _, step = step_of(small(planted.Dense), loss_fn=lambda model, x: loss_of(model, x) * weight)
+    step([data(0)])
+    weight = 2.0
+    with pytest.raises(StaticGraphError, match=OTHERS):
+        step([data(1)])
+
+
+class Notes:
+    calls = 0
+
+
+class Noting(planted.Block):
+    def prepare(self) -> None:
+        self.notes = Notes()
+
+    def forward(self, h: Any, x: Any) -> Any:
+        self.notes.calls += 1
+        return h * 2
+
+
+def test_what_the_comparison_changes_makes_no_further_one() -> None:
+    model, step = step_of(small(Noting))
+    step([data(0)])
+    calls = model.block.notes.calls
+    step([data(1)])
+    assert model.block.notes.calls == calls > 0
 
 
 def test_the_modes_of_the_model_are_those_of_model_fn() -> None:

@@ -27,6 +27,7 @@ from paddle_recompute.errors import (
     StaticGraphError,
 )
 from paddle_recompute.static_graph import StaticTrainStep
+from paddle_recompute.static_graph._feeds import Feeds
 from paddle_recompute.train_step.optimizer import build_optimizer
 from tests.bfloat16 import needs_bfloat16
 from tests.ranks import run_ranks
@@ -443,6 +444,13 @@ def test_micro_batches_unlike_the_first(
     with pytest.raises(DataError, match=words):
         trained([{**batches(1)[0], **arrays}])
     assert_same(trained.state_dict()["model"], before)
+
+
+def test_a_constant_of_another_type_is_refused() -> None:
+    """True is equal to 1, and a forward may tell them apart."""
+    x = np.ones([2, 3], "float32")
+    with pytest.raises(DataError, match=r"has \[True\] beside its arrays, .* with \[1\]"):
+        Feeds({"x": x, "flag": 1}).arrays({"x": x, "flag": True})
 
 
 def test_a_loss_that_is_not_finite() -> None:

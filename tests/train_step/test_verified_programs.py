@@ -6,9 +6,11 @@ to eager execution or refused; with ``or_eager=True`` the model trains on, with 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import random
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -165,28 +167,65 @@ def test_what_the_model_had_before_its_conversion_is_kept() -> None:
 
 
 class Times(nn.Layer):
-    factor = 1.0
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         return x * self.factor
+
+
+class TimesTwo(Times):
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return super().forward(x) * 2
+
+
+of_the_module = 1.0
+
+
+class Settings:
+    rate = 1.0
+
+    def __init__(self) -> None:
+        self.inner = types.SimpleNamespace(power=1.0)
+        self.calls = 0
 
 
 class Dropping(Base):
     def __init__(self) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.25)
-        self.times = Times()
+        self.times = Times(1.0)
         self.scale = 1.0
         self.rates = [1.0]
         self.table = {"factor": 1.0}
+        self.nested = [[1.0], collections.deque([1.0])]
+        self.settings = Settings()
+        enclosed = 1.0
+
+        def last(x: Any) -> Any:
+            return x * enclosed
+
+        def enclose(number: float) -> None:
+            nonlocal enclosed
+            enclosed = number
+
+        self.last, self.enclose = last, enclose
 
     def forward(self, x: Any) -> Any:
-        scale = self.scale * self.rates[0] * self.table["factor"]
-        return self.times(self.dropout(self.n(self.l(x)))) * scale
+        h = self.times(self.dropout(self.n(self.l(x))) * self.scale * self.rates[0])
+        h = h * self.table["factor"] * self.nested[0][0] * self.nested[1][0] * of_the_module
+        self.settings.calls += 1
+        return self.last(h) * self.settings.rate * self.settings.inner.power
 
 
 def add_a_hook(model: Any) -> None:
     model.l.register_forward_post_hook(lambda layer, inputs, output: output * 2)
+
+
+def other_members(layer: nn.Layer, name: str, **entries: Any) -> None:
+    members = collections.OrderedDict({**vars(layer)[name], **entries})
+    layer.__dict__[name] = members
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -197,20 +236,35 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "rates": lambda model: model.rates.__setitem__(0, 3.0),
     "table": lambda model: model.table.update(factor=3.0),
     "times.factor": lambda model: model.times.__setattr__("factor", 3.0),
+    "an item of a list or dict": lambda model: model.nested[0].__setitem__(0, 3.0),
+    "an item of a list or dict ": lambda model: model.nested[1].__setitem__(0, 3.0),
+    "rate": lambda model: model.settings.__setattr__("rate", 3.0),
+    "power": lambda model: model.settings.inner.__setattr__("power", 3.0),
+    "of_the_module": lambda model: globals().update(of_the_module=3.0),
+    "a variable of a closure": lambda model: model.enclose(3.0),
+    "the class of times": lambda model: model.times.__setattr__("__class__", TimesTwo),
+    "times.factor ": lambda model: model.times.__setattr__(
+        "__dict__", {**vars(model.times), "factor": 3.0}
+    ),
+    "l": lambda model: other_members(model, "_sub_layers", times=Times(3.0)),
+    "the hooks of times": lambda model: other_members(
+        model.times, "_forward_post_hooks", one=lambda layer, inputs, output: output * 2
+    ),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_of_the_model_is_seen(what: str) -> None:
+def test_a_change_of_the_model_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = paddle.randn([3, 4])
     results = []
     for compiled in (False, True):
+        monkeypatch.setitem(globals(), "of_the_module", 1.0)
         model = made(Dropping)
         if compiled:
             compile_model(model, SPEC, or_eager=True)
         for number in range(3):
             if number == 1:
-                model.times = Times()  # what comes later is watched as well
+                model.times = Times(1.0)  # what comes later is watched as well
             model(x)
         CHANGES[what](model)
         paddle.seed(1)
@@ -219,7 +273,9 @@ def test_a_change_of_the_model_is_seen(what: str) -> None:
             results.append(model(x).numpy())
     assert np.array_equal(*results)
     text = str([str(one.message) for one in found])
-    assert f"after '{what}" in text or ("parameters were replaced" in text and what == "n"), text
+    assert f"after '{what.strip()}" in text or (
+        "parameters were replaced" in text and what == "n"
+    ), text
     assert "Dropping goes on in eager execution" in text
 
 
@@ -327,6 +383,75 @@ def test_a_comparison_touches_nothing_of_the_users() -> None:
     compared, plain = run(verify=True), run(verify=False)
     assert plain[1] > 0
     assert_same_bits(compared, plain)
+
+
+def test_what_the_comparison_changes_makes_no_further_one() -> None:
+    model = made(Dropping)  # whose forward counts in a plain object
+    compile_model(model, SPEC)
+    with counted_comparisons() as count:
+        for _ in range(5):
+            model(paddle.ones([3, 4]))
+    assert len(count) == 1
+
+
+class Weighted(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", paddle.ones([4]))
+
+    def forward(self, x: Any) -> Any:
+        return self.l(x) if self.weights is None else self.l(x) * self.weights
+
+
+OTHER_BUFFERS: dict[str, Callable[[Any], Any]] = {
+    "another shape": lambda model: paddle.full([1, 4], 3.0),
+    "another dtype": lambda model: paddle.full([4], 3.0, "float64"),
+    "a gradient": lambda model: model.l.bias * 2,
+    "none": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("other", OTHER_BUFFERS)
+def test_a_buffer_of_another_kind_ends_the_use_of_the_program(other: str, verify: bool) -> None:
+    x, gradients = paddle.randn([3, 4]), []
+    for compiled in (False, True):
+        model = made(Weighted)
+        if compiled:
+            compile_model(model, SPEC, or_eager=True, verify=verify)
+        model(x)
+        model.weights = OTHER_BUFFERS[other](model)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model(x).square().mean().backward()
+        gradients.append(model.l.bias.grad.numpy())
+    assert np.array_equal(*gradients)
+    assert "the buffer 'weights' was replaced by something else" in str([w.message for w in found])
+
+
+def test_an_input_that_is_changed_before_the_backward_is_refused() -> None:
+    """As in eager execution; the Program would read the new numbers."""
+    model = made(Weighted)
+    compile_model(model, SPEC)
+    x = paddle.ones([3, 4])
+    y = model(x)
+    x.add_(paddle.full([4], 9.0))
+    with pytest.raises(OSError, match="input of a compiled model was changed in place"):
+        y.sum().backward()
+
+
+class OfAFlag(Base):
+    def forward(self, x: Any, flag: Any = 1) -> Any:
+        return self.l(x) * (2.0 if flag is True else 1.0)
+
+
+def test_an_argument_that_is_equal_and_of_another_type_is_compared() -> None:
+    """Paddle runs the Program of 1 for True, which is equal to it."""
+    model = made(OfAFlag)
+    compile_model(model, SPEC)
+    model(paddle.ones([3, 4]), 1)
+    with pytest.raises(StaticGraphError, match="output 0 differs"):
+        model(paddle.ones([3, 4]), True)
 
 
 def with_a_refusal_on_one_rank(*, compiled: bool) -> list[Any]:

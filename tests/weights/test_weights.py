@@ -224,3 +224,22 @@ def test_a_new_file_lies_in_a_new_folder_and_others_may_read_it(file: Path) -> N
     expected = stat.S_IMODE(plain.stat().st_mode)
     assert stat.S_IMODE(file.stat().st_mode) == expected
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [("is_dir", PermissionError(13, "Permission denied")), ("read_bytes", MemoryError())],
+    ids=["a folder of others", "memory"],
+)
+def test_what_the_system_refuses_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: BaseException
+) -> None:
+    file = tmp_path / "model.safetensors"
+    save_weights(Small(1), file)
+
+    def refuse(_: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, function, refuse)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(.*(denied|out of memory)"):
+        load_weights(Small(2), file)

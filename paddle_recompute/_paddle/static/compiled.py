@@ -198,6 +198,18 @@ class Program:
             if id(one) in places
         ]
 
+    def misfit(self) -> str:
+        """Why the buffers that the Layer has now are not for the Program; "" if they are."""
+        for _, one, holder, key in self._buffers:
+            now = holder.get(key)
+            if now is not one and (not isinstance(now, paddle.Tensor) or _kind(now) != _kind(one)):
+                return (
+                    f"the buffer '{key}' was replaced by something else than a tensor of its "
+                    "shape, dtype and stop_gradient; call model.forward.rollback() and "
+                    "compile_model again"
+                )
+        return ""
+
     def tensors(self) -> list[paddle.Tensor]:
         """What the Program reads: its parameters, and the buffers that the Layer has now, as eager
         execution does. A forward that is repeated reads copies of them.
@@ -219,9 +231,6 @@ class Program:
         Args:
             args: In the order of the forward's parameters.
             instead: Leaves to read instead of `tensors`.
-
-        Raises:
-            StaticGraphError: The Layer has a buffer of another kind than the Program was made for.
         """
         runner, layer = self._runner, self._layer()
         assert layer is not None
@@ -239,15 +248,14 @@ class Program:
             runner._params = self._tensors
 
 
-def _as(tensor: Any, known: paddle.Tensor) -> paddle.Tensor:
+def _kind(tensor: paddle.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.stop_gradient
+
+
+def _as(tensor: paddle.Tensor, known: paddle.Tensor) -> paddle.Tensor:
     """`tensor` with the name of `known`, by which a Program knows it (2.6)."""
     if tensor is known:
         return known
-    if not isinstance(tensor, paddle.Tensor) or tensor.shape != known.shape:
-        raise StaticGraphError(
-            f"the buffer '{known.name}' of a compiled model was replaced by something else than a "
-            "tensor of its shape; call model.forward.rollback() and compile_model again"
-        )
     alias = tensor if tensor.is_leaf and not tensor.stop_gradient else tensor.detach()
     alias.name = known.name
     return alias
