@@ -106,6 +106,7 @@ FAULTS = {
     "strategy.gradient_merge=true": "has no effect without gradient_merge_configs.k_steps; set it",
     "model.layer_norm_epsilon=0.1": "or equal to 0.001",
     "train.max_steps=null": "if num_epochs is not given",
+    "sync=": "received None; must be a mapping of settings; remove it for the defaults",
     "train.output_dir=5": "received 5; must be a path, in quotes where it is a number",
     "train.output_dir=": "received None; must be a path",
     "train.output_dir=''": "must be a path",
