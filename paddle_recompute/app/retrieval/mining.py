@@ -102,8 +102,8 @@ def mine(
     """Write the pairs of a file with mined negatives; continue an interrupted call.
 
     No candidate is a text that equals, in `normal_form`, the query or a positive of a pair whose
-    query equals it. Of equal texts one is taken. A pair gets fewer negatives, or none, where too few
-    texts are in the ranks and margins. Negatives that a pair had are replaced.
+    query equals it. Of equal texts one is taken. A pair gets fewer negatives, or none, where too
+    few texts are in the ranks and margins. Negatives that a pair had are replaced.
 
     Args:
         encoder: From `load_encoder`.
