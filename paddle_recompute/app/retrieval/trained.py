@@ -116,7 +116,7 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
             f"{folder}: contains no trained model; name the train.output_dir of a run of "
             "`paddle-recompute train`"
         )
-    checkpoint = find_checkpoint(inner, tell=partial(warnings.warn, stacklevel=2))
+    checkpoint = find_checkpoint(inner, tell=partial(warnings.warn, stacklevel=3))
     try:
         config = checkpoint.state["config"]
         # The file of the initial weights is not needed, and may not exist any more.
