@@ -150,7 +150,7 @@ def check_may_start(folder: Path, *, resume: bool | Literal["auto"], overwrite: 
 
 def begin_anew(folder: Path, say: Callable[[str], object], *, overwrite: bool) -> None:
     """Call it on one rank where a run that is not resumed writes its first file: removes the
-    earlier run with `overwrite`; otherwise puts the metrics of one that saved nothing aside.
+    earlier run with `overwrite`; otherwise puts aside what one without a checkpoint has left.
     """
     if not overwrite:
         metrics, number = folder / METRICS, 1
@@ -159,6 +159,9 @@ def begin_anew(folder: Path, say: Callable[[str], object], *, overwrite: bool) -
                 number += 1
             metrics.rename(kept)
             say(f"The metrics of an earlier start, which saved no checkpoint, are kept in {kept}")
+            if checkpoints_in(folder / BEST):
+                best = (folder / BEST).rename(folder / f"{BEST}.before-{number}")
+                say(f"Its best model is kept in {best}")
         return
     written = [
         *(

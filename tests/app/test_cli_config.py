@@ -63,6 +63,14 @@ def test_what_is_shown_is_the_same_configuration(name: str, tmp_path: Path) -> N
     assert load_config(whole) == load_config(file)
 
 
+@pytest.mark.parametrize("prompt", ["Instruct: find\nQuery: ", "1e5", "1:30", "010", "a\u2028b"])
+def test_a_text_is_shown_as_it_is_read(prompt: str, tmp_path: Path) -> None:
+    given = [f"model.query_prompt={json.dumps(prompt)}"]
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(run("config", "show", "--config", TINY, *given).stdout, encoding="utf-8")
+    assert load_config(whole) == load_config(TINY, given)
+
+
 def test_validate_tells_every_fault_in_words_and_as_json() -> None:
     good = command("config", "validate", "--config", TINY, "mode=static")
     assert "valid; mode static, 2 ranks, 128 pairs" in good.stdout

@@ -13,6 +13,7 @@ import yaml
 
 from paddle_recompute.app.cli._process import as_json, command, configured
 from paddle_recompute.app.config import Config, Setting, load_config, load_settings
+from paddle_recompute.app.config._yaml import Dumper
 from paddle_recompute.errors import ConfigError
 
 
@@ -126,5 +127,5 @@ def _as_yaml(settings: Sequence[Setting]) -> str:
 
 def _scalar(value: Any) -> str:
     """A value on one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
-    return text.removesuffix("\n").removesuffix("\n...")
+    text = yaml.dump(value, None, Dumper, default_flow_style=True, allow_unicode=True, width=10**6)
+    return str(text).removesuffix("\n").removesuffix("\n...")

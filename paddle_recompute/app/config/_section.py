@@ -285,6 +285,8 @@ def _is_missing(details: InitErrorDetails) -> bool:
 def allowed(message: str) -> str:
     """Pydantic's sentence about a value, turned into what is allowed."""
     message = re.sub(r" after validation, not \d+$", "", message)
+    settings = "a mapping of settings; remove it for the defaults"
+    message = re.sub(r"a valid dictionary( or instance of \w+)?$", settings, message)
     return re.sub(r"^(Value error, )?\w+ should (?=be|have)", "must ", message)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.options import byte_count
@@ -17,19 +17,21 @@ Width = Annotated[int, Field(ge=1, le=2**20)]
 _LONGEST_PATH = 4096
 
 
-def _path(value: Path) -> Path:
+def _path(value: Any) -> Path:
+    if not isinstance(value, str | Path) or not str(value):
+        raise ValueError("value should be a path, in quotes where it is a number, as in '5'")
     text = str(value)
     if len(text) > _LONGEST_PATH or not text.isprintable():
         raise ValueError(
             f"value should be a path of at most {_LONGEST_PATH} characters, all of them printable"
         )
     try:
-        return value.expanduser()
+        return Path(value).expanduser()
     except RuntimeError:
         raise ValueError(f"value should be a path; there is no user {text.split('/')[0]}") from None
 
 
-UserPath = Annotated[Path, Field(strict=False), AfterValidator(_path)]
+UserPath = Annotated[Path, BeforeValidator(_path)]
 
 
 def _bytes(value: Any) -> Any:

@@ -55,7 +55,12 @@ def _fault(words: str, place: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=words, problem_mark=place.start_mark)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+class Dumper(yaml.SafeDumper):
+    """Writes what is read again as the same value: a text ``1e5`` is in quotes."""
+
+
+for _one in (_Loader, Dumper):
+    _one.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
 
 

@@ -92,11 +92,13 @@ def _texts_fit_the_model(v: Values) -> Broken:
 
 
 def _largest_dim_is_the_vector(v: Values) -> Broken:
-    dims, size = v["contrastive.matryoshka_dims"], v["model.hidden_size"]
-    if dims and size is not None and max(dims) != size:
+    dims = v["contrastive.matryoshka_dims"]
+    name = "projection_size" if v["model.projection_size"] else "hidden_size"
+    size = v[f"model.{name}"]
+    if dims and ":" not in v["model.name"] and max(dims) != size:  # else the loss sees the width
         yield (
             "contrastive.matryoshka_dims",
-            f"must have model.hidden_size = {size} as its largest: behind it nothing is trained",
+            f"must have model.{name} = {size} as its largest: behind it nothing is trained",
         )
 
 

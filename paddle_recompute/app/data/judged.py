@@ -146,8 +146,8 @@ def _document(found: dict[str, object]) -> str:
     """Title and text. One of them, or both, may be empty, as in some collections of BEIR."""
     if "text" not in found:
         raise BadLine("no text")
-    parts = [text_of(found, key) for key in ("title", "text") if found.get(key) not in (None, "")]
-    return " ".join(parts)
+    given = {key: "" if found.get(key) is None else found[key] for key in ("title", "text")}
+    return " ".join(text_of(given, key) for key in given if str(given[key]).strip())
 
 
 def _file(folder: Path, name: str) -> Path:

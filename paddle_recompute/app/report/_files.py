@@ -151,10 +151,14 @@ class RunFiles:
         # A run that was raised to more steps, and is not there yet, has the record of the old end.
         if metrics and record.get("steps", 0) < metrics[-1]["step"]:
             record = {}
-        plan = RecomputePlan.load(folder / PLAN) if (folder / PLAN).exists() else None
         if is_running is None:
             is_running = is_held(folder)
         events = read_records(folder / EVENTS, "time")
+        # An earlier run may have left its plan; one of an earlier version notes no policy.
+        starts = [one for one in events if one["event"] == "start"]
+        settings = starts[-1].get("config", {}).get("recompute", {}) if starts else {}
+        has_plan = settings.get("policy", "budget") == "budget" and (folder / PLAN).exists()
+        plan = RecomputePlan.load(folder / PLAN) if has_plan else None
         return cls(folder, metrics, record, events, plan, is_running)
 
     @cached_property

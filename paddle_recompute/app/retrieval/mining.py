@@ -101,9 +101,9 @@ def mine(
 ) -> dict[str, Any]:
     """Write the pairs of a file with mined negatives; continue an interrupted call.
 
-    No candidate is a text that equals, in `normal_form`, the query or a positive of a pair with the
-    same query. Of equal texts one is taken. A pair gets fewer negatives, or none, where too few
-    texts are in the ranks and margins. Negatives that a pair had are replaced.
+    No candidate is a text that equals, in `normal_form`, the query or a positive of a pair whose
+    query equals it. Of equal texts one is taken. A pair gets fewer negatives, or none, where too
+    few texts are in the ranks and margins. Negatives that a pair had are replaced.
 
     Args:
         encoder: From `load_encoder`.
@@ -205,7 +205,7 @@ class _Miner:
         self._batch_size = batch_size
         self._positives: dict[str, set[str]] = {}
         for pair in pairs:
-            self._positives.setdefault(pair.query, set()).add(pair.positive)
+            self._positives.setdefault(normal_form(pair.query), set()).add(pair.positive)
         forms = np.fromiter(map(_form, index.every_text()), np.uint64, int(index.record["texts"]))
         self._order = np.argsort(forms, kind="stable")
         self._forms = forms[self._order]
@@ -238,7 +238,7 @@ class _Miner:
     def _excluded(self, pair: Pair) -> set[int]:
         """The rows of the pool that are no candidates for this pair."""
         rows: set[int] = set()
-        for text in (pair.query, *self._positives[pair.query]):
+        for text in (pair.query, *self._positives[normal_form(pair.query)]):
             form = np.uint64(_form(text))
             first, last = (np.searchsorted(self._forms, form, side) for side in ("left", "right"))
             rows.update(self._order[first:last].tolist())

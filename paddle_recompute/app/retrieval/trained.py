@@ -4,9 +4,11 @@ well it finds judged answers.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -90,7 +92,7 @@ class TrainedEncoder:
 
 
 def load_encoder(folder: str | Path) -> TrainedEncoder:
-    """Read the newest checkpoint of a run.
+    """Read the newest checkpoint of a run that is whole; a warning names those that are damaged.
 
     The folder may come from a stranger: nothing in it is run.
 
@@ -98,7 +100,7 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
         folder: ``train.output_dir`` of the run, or the folder ``checkpoint`` in it.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged or of another version.
+        CheckpointError: There is no checkpoint, or all are damaged, or it is of another version.
         DataError: Its tokenizer cannot be read.
 
     Examples:
@@ -114,7 +116,7 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
             f"{folder}: contains no trained model; name the train.output_dir of a run of "
             "`paddle-recompute train`"
         )
-    checkpoint = find_checkpoint(inner)
+    checkpoint = find_checkpoint(inner, tell=partial(warnings.warn, stacklevel=3))
     try:
         config = checkpoint.state["config"]
         # The file of the initial weights is not needed, and may not exist any more.

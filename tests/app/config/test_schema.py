@@ -102,6 +102,10 @@ FAULTS = {
     "strategy.gradient_merge=true": "has no effect without gradient_merge_configs.k_steps; set it",
     "model.layer_norm_epsilon=0.1": "or equal to 0.001",
     "train.max_steps=null": "if num_epochs is not given",
+    "sync=": "received None; must be a mapping of settings; remove it for the defaults",
+    "train.output_dir=5": "received 5; must be a path, in quotes where it is a number",
+    "train.output_dir=": "received None; must be a path",
+    "train.output_dir=''": "must be a path",
     "data.max_query_tokens=3000": "must be at most model.max_position_embeddings = 2048",
     "strategy.lamb=true; strategy.lars=true": "does not go with lamb: true",
     "strategy.lamb=true; train.weight_decay=0.1": "set strategy.lamb_configs.lamb_weight_decay",
@@ -125,6 +129,8 @@ FAULTS = {
     f"{SPREAD}; sync.mode=fleet": "does not go with recompute.offload_parameters: ranks",
     f"{SPREAD}; strategy.sharding=true": "or is spread, too",
     "contrastive.matryoshka_dims=[4, 8]": "must have model.hidden_size = 312 as its largest",
+    "model.projection_size=8; "
+    "contrastive.matryoshka_dims=[8, 312]": "must have model.projection_size = 8 as its largest",
     "contrastive.matryoshka_dims=[16, 16]": "must be different numbers",
     "contrastive.matryoshka_dims=[]": "at least 1 item",
     "contrastive.matryoshka_dims=[0, 312]": "contrastive.matryoshka_dims.0: greater than or equal",
@@ -172,6 +178,16 @@ def test_dtype_and_level_of_mixed_precision(given: dict[str, Any], dtype: str, l
     config = Config.model_validate(tree(strategy={"amp": True, "amp_configs": given}))
     assert (config.strategy.amp_configs.dtype, config.strategy.amp_configs.level) == (dtype, level)
     assert Config.model_validate(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"projection_size": 8}, {"name": "mine:Encoder", "preset": None}],
+)
+def test_the_largest_dim_is_that_of_the_vector(model: dict[str, Any]) -> None:
+    """What width a model of your own has, the loss sees."""
+    config = tree(model=model, contrastive={"global_batch": 8, "matryoshka_dims": [4, 8]})
+    assert Config.model_validate(config).contrastive.matryoshka_dims == [4, 8]
 
 
 def test_smallest_learned_temperature_is_that_of_the_loss() -> None:

@@ -12,7 +12,7 @@ from paddle_recompute.errors import DataError
 
 FILES = {
     "corpus.jsonl": '{"_id": "d1", "title": "Cats", "text": "purr", "metadata": {"a": 1}}\n'
-    '{"_id": "d2", "text": " dogs bark "}\n\n{"_id": "q2", "title": "", "text": ""}\n',
+    '{"_id": "d2", "text": " dogs bark "}\n\n{"_id": "q2", "title": " ", "text": "\\t"}\n',
     "queries.jsonl": '{"_id": "q1", "text": "pets"}\n{"_id": "q2", "text": "cats"}\n'
     '{"_id": "q3", "text": "birds"}\n',
     "qrels/test.tsv": "query-id\tcorpus-id\tscore\nq2\td2\t1\nq1\td2\t2\nq1\td1\t1\nq1\tq2\t0\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -24,7 +25,7 @@ from paddle_recompute.app.report import (
 )
 from paddle_recompute.app.report._charts import curves_of
 from paddle_recompute.app.report._files import RunFiles
-from paddle_recompute.errors import DependencyError, OutputError
+from paddle_recompute.errors import DependencyError, OutputError, PlanError
 from tests.app.commands import command
 from tests.app.report.folders import CONFIG, EVENTS, LANES, METRICS, RECORD, write_run
 from tests.app.report.pages import Page
@@ -208,6 +209,18 @@ def test_table_for_the_terminal() -> None:
         "recall@10         0.0100      0.5000",
         "mrr               0.0020      0.3330",
     ]
+
+
+@pytest.mark.parametrize(("policy", "is_read"), [("all", False), ("budget", True)])
+def test_the_plan_of_an_earlier_run_is_not_shown(
+    policy: str, is_read: bool, tmp_path: Path
+) -> None:
+    """The run before had ``recompute.policy: budget``, and was removed or went on without it."""
+    start = {**EVENTS[0], "config": {**CONFIG, "recompute": {"policy": policy}}}
+    folder = write_run(tmp_path / "run", events=[start, *EVENTS[1:]])
+    (folder / "plan.json").write_text("{}")
+    with pytest.raises(PlanError) if is_read else contextlib.nullcontext():
+        write_report([folder])
 
 
 # -------------------------------------------------------------------------------------- the command

@@ -37,7 +37,7 @@ needs_faiss = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With ``run``, ``pool.txt`` and ``pairs.tsv``: 9 pairs of 7 queries."""
+    """With ``run``, ``pool.txt`` and ``pairs.tsv``: 9 pairs of 7 queries, one in two spellings."""
     folder = tmp_path_factory.mktemp("mined")
     make_run(folder)
     (folder / "pool.txt").write_text("\n".join(POOL) + "\n", encoding="utf-8")
@@ -45,6 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [f"{some[i % 7]}\t{some[20 + i]}" for i in range(9)]
     lines[3] += "\tan old negative"
     lines[4] = "big cat\tbig dog"
+    lines[8] = lines[8].replace(some[1], f"{some[1].upper()}!")
     (folder / "pairs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
 
@@ -81,7 +82,8 @@ def plainly(made: Path, options: MiningOptions) -> list[list[str]]:
     scores = (query @ encode_texts(encoder, POOL).T.astype(np.float64)).astype(np.float32)
     found = []
     for row, pair in enumerate(pairs):
-        same = [one.positive for one in pairs if one.query == pair.query]
+        form = normal_form(pair.query)
+        same = [one.positive for one in pairs if normal_form(one.query) == form]
         barred = {normal_form(text) for text in (pair.query, *same)}
         of_positive = np.float32(query[row] @ positive[row])
         order = np.argsort(-scores[row], kind="stable")
@@ -103,8 +105,9 @@ def plainly(made: Path, options: MiningOptions) -> list[list[str]]:
     [
         MiningOptions(num_negatives=3, first_rank=4, last_rank=9),
         MiningOptions(relative_margin=0.2, margin=0.05, num_negatives=50),
+        MiningOptions(num_negatives=100),
     ],
-    ids=["ranks", "margins"],
+    ids=["ranks", "margins", "all"],
 )
 def test_negatives_are_those_of_brute_force(
     made: Path, tmp_path: Path, options: MiningOptions

@@ -91,6 +91,15 @@ def test_a_saved_index_is_what_encode_writes(folder: Path, tmp_path: Path) -> No
     np.testing.assert_allclose(scores[:, 0], 1, rtol=1e-6)
 
 
+def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    newest = tmp_path / "run" / "checkpoint" / "step-4"
+    newest.mkdir()
+    (newest / "manifest.json").write_text("{}")
+    with pytest.warns(UserWarning, match=r"step-4/manifest.json: is damaged .* is used: step-3"):
+        assert load_encoder(tmp_path / "run").step == 3
+
+
 def test_vectors_of_no_model_are_searched_by_vectors(tmp_path: Path) -> None:
     vectors = np.eye(3, dtype=np.float64)
     Index(vectors, ["one", "two\nlines", "three"]).save(tmp_path / "own.npy")

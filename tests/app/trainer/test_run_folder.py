@@ -36,10 +36,15 @@ def test_a_run_that_saved_nothing_is_there_too(
     metrics = folder / "run" / "metrics.jsonl"
     metrics.parent.mkdir()
     metrics.write_text('{"step": 1, "loss": 2.0}\n')
+    best = metrics.with_name("best") / "step-9" / "model.safetensors"
+    best.parent.mkdir(parents=True)
+    best.write_text("trained")
     with pytest.raises(ConfigError, match="holds the metrics of a run that saved no checkpoint"):
         Trainer(tiny(folder, **SHORT)).run()
-    Trainer(tiny(folder, **SHORT, train__resume="auto")).run()
-    assert "metrics.before-1.jsonl" in capsys.readouterr().out
+    Trainer(tiny(folder, **SHORT, train__resume="auto", train__eval_every=1)).run()
+    said = capsys.readouterr().out
+    assert "metrics.before-1.jsonl" in said and "Its best model is kept in" in said
+    assert (folder / "run/best.before-1/step-9/model.safetensors").read_text() == "trained"
     kept = metrics.with_name("metrics.before-1.jsonl")
     assert kept.read_text() == '{"step": 1, "loss": 2.0}\n'
     assert [record["step"] for record in read_metrics(metrics)] == [1, 2]
