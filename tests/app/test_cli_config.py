@@ -67,7 +67,7 @@ def test_what_is_shown_is_the_same_configuration(name: str, tmp_path: Path) -> N
 def test_a_text_is_shown_as_it_is_read(prompt: str, tmp_path: Path) -> None:
     given = [f"model.query_prompt={json.dumps(prompt)}"]
     whole = tmp_path / "whole.yaml"
-    whole.write_text(run("config", "show", "--config", TINY, *given).stdout, encoding="utf-8")
+    whole.write_text(command("config", "show", "--config", TINY, *given).stdout, encoding="utf-8")
     assert load_config(whole) == load_config(TINY, given)
 
 
