@@ -6,14 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import click
-import yaml
 
 from paddle_recompute.app.cli._process import as_json, command, configured
-from paddle_recompute.app.config import Config, Setting, load_config, load_settings
-from paddle_recompute.app.config._yaml import Dumper
+from paddle_recompute.app.config import (
+    Config,
+    Setting,
+    line_of_yaml,
+    load_config,
+    load_settings,
+)
 from paddle_recompute.errors import ConfigError
 
 
@@ -107,7 +110,7 @@ def config_group() -> None:
 
 
 def _told(one: Setting) -> str:
-    return f"{_scalar(one.value)} ({one.source})"
+    return f"{line_of_yaml(one.value)} ({one.source})"
 
 
 def _as_yaml(settings: Sequence[Setting]) -> str:
@@ -121,11 +124,5 @@ def _as_yaml(settings: Sequence[Setting]) -> str:
             if path not in opened:
                 opened.add(path)
                 lines.append((f"{'  ' * depth}{section}:", ""))
-        lines.append((f"{'  ' * len(sections)}{name}: {_scalar(one.value)}", one.source))
+        lines.append((f"{'  ' * len(sections)}{name}: {line_of_yaml(one.value)}", one.source))
     return "\n".join(f"{text:<40}  # {source}" if source else text for text, source in lines)
-
-
-def _scalar(value: Any) -> str:
-    """A value on one line of YAML."""
-    text = yaml.dump(value, None, Dumper, default_flow_style=True, allow_unicode=True, width=10**6)
-    return str(text).removesuffix("\n").removesuffix("\n...")

@@ -55,11 +55,11 @@ def _fault(words: str, place: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=words, problem_mark=place.start_mark)
 
 
-class Dumper(yaml.SafeDumper):
-    """Writes what is read again as the same value: a text ``1e5`` is in quotes."""
+class _Dumper(yaml.SafeDumper):
+    pass
 
 
-for _one in (_Loader, Dumper):
+for _one in (_Loader, _Dumper):
     _one.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
 
@@ -88,6 +88,12 @@ def parse(text: str, name: str, *, has_lines: bool = True) -> tuple[Any, dict[st
         at = f", line {mark.line + 1}, column {mark.column + 1}:" if mark and has_lines else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
     raise ConfigError(f"{name}{at} is not valid YAML: {problem[:200]}")
+
+
+def line_of_yaml(value: Any) -> str:
+    """One line that is read again as `value`: a text ``1e5`` is in quotes."""
+    text = yaml.dump(value, None, _Dumper, default_flow_style=True, allow_unicode=True, width=10**6)
+    return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 def _places(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, str]]:
