@@ -21,6 +21,7 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state
+from paddle_recompute._paddle.backward import hand_on, watch_backward
 from paddle_recompute._paddle.flat import is_frozen
 from paddle_recompute._paddle.layers import (
     is_initialized,
@@ -73,6 +74,7 @@ class ProgramKeeper:
         self._made_for = _MadeFor(model)
         self._occasions: dict[Any, Occasions] = {}
         self.refusal = ""
+        watch_backward()
         withdrawals.take_part(self)
 
     @property
@@ -206,10 +208,12 @@ def _watching_inputs(outputs: Any, args: Any) -> Any:
 
     def check(_: object) -> None:
         if [*map(version_of, tensors)] != then:
-            raise StaticGraphError(
+            error = StaticGraphError(
                 "an input of a compiled model was changed in place between its forward and its "
                 "backward, which would read other numbers; change a copy"
             )
+            hand_on(error)
+            raise error
 
     for one in _nested.tensors_in(outputs):
         if not one.stop_gradient:
