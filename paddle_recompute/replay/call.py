@@ -179,9 +179,7 @@ class Call:
             if draws is not None and draws.problem is not None:
                 raise RecomputeError(
                     f"The second forward of {self.name} is not a repetition of the first: "
-                    f"{draws.problem}. Let one thread draw at a time; if functions draw no "
-                    "random numbers, give them preserve_rng_state=False, in all threads. "
-                    'determinism_check="none" disables this check.'
+                    f'{draws.problem}. determinism_check="none" disables this check.'
                 )
         return outputs
 

@@ -161,10 +161,15 @@ class Draws:
         if not (self._first_was_alone and was_alone):
             return (
                 "it draws random numbers while a recomputed function of another thread may draw, "
-                "and Paddle has one random stream for all threads"
+                "and Paddle has one random stream for all threads. Let one thread draw at a time; "
+                "if functions draw no random numbers, give them preserve_rng_state=False, in all "
+                "threads"
             )
         if end != self._marks[1]:
-            return "it draws other numbers from Paddle's random stream than in its first forward"
+            return (
+                "it draws other numbers from Paddle's random stream than in its first forward. If "
+                "that builds Layers or parameters, build them before; let one thread draw at a time"
+            )
         return None
 
 
