@@ -70,7 +70,7 @@ def streamed_loss(
         f"tile={tile}: the backward of the tiled loss can run only once (received "
         "retain_graph=True or create_graph=True); set tile=None",
     ).guard(loss)
-    return loss
+    return loss.clone()  # of a hook on a PyLayer's output Paddle (2.6, 3.x) ignores the result
 
 
 class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]

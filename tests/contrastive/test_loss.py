@@ -281,6 +281,19 @@ def test_second_backward_is_refused_before_paddle_crashes(ask_again: str) -> Non
 # ------------------------------------------------------------------------------------ errors
 
 
+@pytest.mark.parametrize("tile", [None, 2])
+def test_a_hook_on_the_loss_changes_its_gradient(tile: int | None) -> None:
+    vectors, gradients = paddle.randn([4, DIM]), []
+    for factor in (1.0, 4.0):
+        queries = vectors.clone()
+        queries.stop_gradient = False
+        loss = ContrastiveLoss(0.1, tile=tile)(queries, vectors)
+        loss.register_hook(lambda gradient, factor=factor: gradient * factor)
+        loss.backward()
+        gradients.append(queries.grad.numpy() / factor)
+    assert np.array_equal(*gradients)
+
+
 def test_ids_of_texts_are_equal_where_the_texts_are() -> None:
     ids = text_ids(["cat", "dog", "cat", "Cat", ""])
     assert ids.dtype == paddle.int64
