@@ -386,14 +386,12 @@ def _check_shapes(
 
 
 def _check_dtypes(vectors: Sequence[paddle.Tensor]) -> None:
-    found = [one.dtype for one in vectors]
-    for allowed in ((paddle.float64,), (paddle.float32, *_HALF)):
-        if all(one in allowed for one in found):
-            return
-    raise DataError(
-        f"received vectors of {', '.join(dict.fromkeys(map(dtype_name, found)))}; allowed is "
-        "float64 for all of them, or float32, float16 and bfloat16"
-    )
+    found = [vector.dtype for vector in vectors]
+    if {*found} != {paddle.float64} and not {*found} <= {paddle.float32, *_HALF}:
+        raise DataError(
+            f"received vectors of {', '.join(dict.fromkeys(map(dtype_name, found)))}; allowed is "
+            "float64 for all of them, or float32, float16 and bfloat16"
+        )
 
 
 def _check_number(num_pairs: int, *, lonely: bool) -> None:
