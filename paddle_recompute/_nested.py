@@ -9,6 +9,7 @@ import collections
 import copy
 import dataclasses
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -72,8 +73,9 @@ def tuple_of(kind: type[Any], items: Iterable[Any], attributes: dict[str, Any] |
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The ``__dict__`` of `value`, whatever its ``__getattr__`` does; None: it has none."""
+    read = threading.local if issubclass(type(value), threading.local) else object
     try:
-        return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
+        return read.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
     except AttributeError:
         return None
 

@@ -65,9 +65,12 @@ Gradients = Mapping[Any, Sequence[paddle.Tensor]]
 
 def by_dtype(tensors: Sequence[paddle.Tensor]) -> Gradients:
     """Those of `tensors` of each dtype; of those in one memory, as a PyLayer's backward makes them
-    that returns a gradient for two parameters (``return g, g``), one alone.
+    that returns a gradient for two parameters (``return g, g``), the largest alone.
     """
-    tensors = [*dict(zip(map(_Tensor.data_ptr, tensors), tensors, strict=True)).values()]
+    addresses = [*map(_Tensor.data_ptr, tensors)]
+    if len({*addresses}) < len(addresses):
+        ordered = sorted(zip(addresses, tensors, strict=True), key=lambda one: one[1].size)
+        tensors = [*dict(ordered).values()]
     dtypes = [*map(attrgetter("dtype"), tensors)]
     if dtypes and _are_equal(dtypes):  # without a hash of each
         return {dtypes[0]: tensors}

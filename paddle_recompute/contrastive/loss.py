@@ -27,7 +27,6 @@ from paddle_recompute.contrastive._tiled_loss import streamed_loss
 from paddle_recompute.contrastive.gather import agree_on_rows, gather_rows, has_other_ranks
 from paddle_recompute.errors import ConfigError, DataError, StaticGraphError
 
-_HALF = (paddle.float16, paddle.bfloat16)
 MAX_SCALE = 100.0
 """The largest learned 1/temperature: "clipped to prevent scaling the logits by more than 100 which
 we found necessary to prevent training instability" (CLIP, section 2.5)."""
@@ -292,7 +291,7 @@ class ContrastiveLoss(paddle.nn.Layer):
         return ContrastiveBatch(**tensors, **places), weight
 
     def _vectors(self, vectors: paddle.Tensor) -> paddle.Tensor:
-        if vectors.dtype in _HALF:
+        if vectors.dtype not in (paddle.float32, paddle.float64):
             vectors = vectors.astype("float32")
         # The tiled loss normalises each tile instead, which saves a copy of all vectors.
         # With several lengths each is scaled after the gather.
@@ -387,7 +386,7 @@ def _check_shapes(
 
 def _check_dtypes(vectors: Sequence[paddle.Tensor]) -> None:
     found = [vector.dtype for vector in vectors]
-    if {*found} != {paddle.float64} and not {*found} <= {paddle.float32, *_HALF}:
+    if paddle.float64 in found and {*found} & {paddle.float32, paddle.float16, paddle.bfloat16}:
         raise DataError(
             f"received vectors of {', '.join(dict.fromkeys(map(dtype_name, found)))}; allowed is "
             "float64 for all of them, or float32, float16 and bfloat16"

@@ -11,7 +11,7 @@ from typing import Any
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import keep_elsewhere
 from paddle_recompute.offload._away import Away
-from paddle_recompute.offload._gradients import ChainGradients, OnComplete, ShardGradients
+from paddle_recompute.offload._gradients import ChainGradients, ShardGradients
 from paddle_recompute.offload._ranks import Carrier, HereSlot, OwnedShard
 from paddle_recompute.recompute import MakeSlot
 
@@ -172,6 +172,8 @@ class Chain:
             OffloadError: The chain is in a step of another thread, which lives.
         """
         current = threading.current_thread()
+        if all(p.stop_gradient for shard in self.shards for p in shard.gradients.parameters):
+            return  # no step has gradients of it
         with self._using:
             other = self._trainer
             if other is not None and other is not current and other.is_alive():
@@ -188,7 +190,6 @@ class Chain:
         thread.
         """
         self._trainer = None
-        self.gradients.on_complete = OnComplete()
 
     @contextlib.contextmanager
     def use(self, index: int, then: Sequence[int] = ()) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import paddle
 
+from paddle_recompute._paddle.layers import own_sublayers
 from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.offload import _shard_call
 from paddle_recompute.offload._away import Away
@@ -103,6 +104,7 @@ class OffloadSequential(paddle.nn.Sequential):
             self._offload_chain, self._cuts = chain_of(
                 list(self), num_shards, away, make_slot, prefetch=prefetch, carrier=carrier
             )
+        self._names = dict.fromkeys(own_sublayers(self))
         self._storage = OFFLOADS[None if offload == "ranks" else offload]
         self._num_microbatches = num_microbatches
         self._checkpoint = checkpoint_activations
@@ -121,12 +123,13 @@ class OffloadSequential(paddle.nn.Sequential):
             OffloadError: A Layer was added or removed.
         """
         outputs: Any = inputs
-        members = list(self)
-        if len(members) != self._cuts[-1].stop:
+        now = own_sublayers(self)
+        if not self._names.keys() <= now.keys() or any(map(str.isdigit, now.keys() - self._names)):
             raise OffloadError(
-                f"the OffloadSequential has {len(members)} Layers and was cut when it had "
-                f"{self._cuts[-1].stop}; make a new one with the Layers that are wanted"
+                f"the OffloadSequential was cut with the Layers {', '.join(self._names)}, and has "
+                f"{', '.join(now)}; make a new one with the Layers that are wanted"
             )
+        members = [now[name] for name in self._names]
         for number, part in enumerate(self._cuts):
             given = outputs if isinstance(outputs, tuple) else (outputs,)
             outputs = _shard_call.run(

@@ -243,7 +243,7 @@ def _unpack(ticket: Kept | None) -> paddle.Tensor:
             raise RecomputeError(
                 "A PyLayer in a recomputed function cannot be differentiated twice: under "
                 "create_graph=True it would get what it saved without history, and the second "
-                "derivative would lack terms. Call the PyLayer outside of recompute."
+                "derivative may lack terms. Call the PyLayer outside of recompute."
             )
         return value
     except BaseException as error:

@@ -224,26 +224,31 @@ class ModelStamp:
 
     def _look(self) -> None:
         """Look at all that the model reaches now."""
-        names, found = read_by((self._model, *self._code))
+        names, texts, found = read_by((self._model, *self._code))
         self._layers, self._rest = found.layers, found.places
         self._dicts = [*map(vars, self._layers)]
         known = {id(one): name for name, one in self._model.named_sublayers(include_self=True)}
         places: list[tuple[str, dict[Any, Any], Callable[[Any], bool] | None]] = []
         """Label, dict and which of its keys matter; None: all."""
         for layer in self._layers:
-            name = known.get(id(layer), "")
-            label = f"{name}.{{}}" if name else "{}"
+            name = known.get(id(layer)) or type(layer).__name__
+            label = "{}" if layer is self._model else f"{name}.{{}}"
             places.append((label, vars(layer), _read_by(layer, names)))
             places.append((label, own_sublayers(layer), None))
             if layer is not self._model:  # whose own hooks run around its Program, not in it
                 for hooks in (forward_pre_hooks(layer), forward_post_hooks(layer)):
                     places.append((f"the hooks of {name}", hooks, None))
-        inner = {}
+        inner, named = {}, set()
+        own = {id(one) for entries in self._dicts for one in entries.values()}
         for container, read in found.beside_layers():
-            if read is None:
-                inner[id(container)] = container
-            else:
+            if read is not None:
                 places.append(("{}", container, read.__contains__))
+            elif type(container) in _DICTS and id(container) not in own:
+                # It may count steps, too: what matters are the keys that the code names.
+                places.append(("{}", container, lambda key: type(key) is not str or key in texts))
+                named.add(id(container))
+            else:
+                inner[id(container)] = container
         self._entries = [entries for _, entries, _ in places]
         self._whole = [entries for _, entries, matters in places if matters is None]
         self._read: dict[itemgetter[Any], dict[Any, Any]] = {}
@@ -251,7 +256,7 @@ class ModelStamp:
             if matters is not None and (keys := [*filter(matters, entries)]):
                 self._read[itemgetter(*keys, keys[0])] = entries  # of one key it gives no tuple
         inner |= {id(one): one for one in self._values_now() if type(one) in (list, *_DICTS)}
-        self._containers = [*inner.values()]
+        self._containers = [one for key, one in inner.items() if key not in named]
         # Not a tensor with its graph: where there is one, each place is looked at each time.
         self._seen = [*map(_without_graph, [*self._entries_now()])]
         self._held = {
@@ -262,7 +267,8 @@ class ModelStamp:
             for at, one in enumerate([value, *_inside(value)])
         }
         for layer in self._layers:
-            self._held[id(layer), "", 0] = f"the class of {known.get(id(layer), '')}", type(layer)
+            name = known.get(id(layer)) or type(layer).__name__
+            self._held[id(layer), "", 0] = f"the class of {name}", type(layer)
         for container in self._containers:
             for at, one in enumerate(_inside(container)):
                 self._held[id(container), "", at] = "an item of a list or dict", _without_graph(one)

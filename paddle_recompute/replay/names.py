@@ -59,6 +59,7 @@ class Names:
         is_dynamic: Whether it may look up others, by ``getattr`` and the like.
         may_draw: Whether it imports, or names what may draw from NumPy's or Python's stream.
         may_seed: Whether it names what may set a stream.
+        texts: Its constants that are texts, such as keys of dicts.
     """
 
     globals: frozenset[str]
@@ -66,6 +67,7 @@ class Names:
     is_dynamic: bool
     may_draw: bool
     may_seed: bool
+    texts: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,6 +80,7 @@ def names_in(code: types.CodeType) -> Names:
         elif instruction.opname in _GLOBALS:
             found_globals.add(instruction.argval)
         may_draw |= instruction.opname == "IMPORT_NAME"
+    texts = {constant for constant in code.co_consts if type(constant) is str}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner = names_in(constant)
@@ -85,10 +88,18 @@ def names_in(code: types.CodeType) -> Names:
             attributes |= inner.attributes
             may_draw |= inner.may_draw
             may_seed |= inner.may_seed
+            texts |= inner.texts
     is_dynamic = not _DYNAMIC.isdisjoint(found_globals | attributes)
     may_draw |= not _DRAWING.isdisjoint(found_globals | attributes)
     may_seed |= not _SEEDING.isdisjoint(found_globals | attributes)
-    return Names(frozenset(found_globals), frozenset(attributes), is_dynamic, may_draw, may_seed)
+    return Names(
+        frozenset(found_globals),
+        frozenset(attributes),
+        is_dynamic,
+        may_draw,
+        may_seed,
+        frozenset(texts),
+    )
 
 
 def methods(kind: type, name: str) -> Iterator[types.FunctionType]:

@@ -167,8 +167,9 @@ class Draws:
             )
         if end != self._marks[1]:
             return (
-                "it draws other numbers from Paddle's random stream than in its first forward. If "
-                "that builds Layers or parameters, build them before; let one thread draw at a time"
+                "it draws other numbers from Paddle's random stream than in its first forward, or "
+                "none. If the first one builds Layers or parameters, build them before; let one "
+                "thread draw at a time"
             )
         return None
 

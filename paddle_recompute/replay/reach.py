@@ -104,12 +104,16 @@ def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
     return list(_Search.of(function, arguments).layers.values())
 
 
-def read_by(functions: tuple[Any, ...]) -> tuple[frozenset[str] | None, Snapshot]:
-    """The names of attributes that the code looks up which calls of `functions` reach, without that
-    of Paddle (None: any); and what they reach.
+def read_by(functions: tuple[Any, ...]) -> tuple[frozenset[str] | None, set[str], Snapshot]:
+    """Of the code that calls of `functions` reach, without that of Paddle: the names of attributes
+    that it looks up (None: any), and the texts in it; and what they reach.
     """
     search = _Search.of(functions, ())
-    return None if search._any_name else frozenset(search.names), search.snapshot
+    texts: set[str] = set()
+    for one in search._seen.values():
+        if type(one) is types.FunctionType:
+            texts |= names_in(one.__code__).texts
+    return None if search._any_name else frozenset(search.names), texts, search.snapshot
 
 
 class Reach:

@@ -133,6 +133,10 @@ def set_state_of(
         CheckpointError: There is no parameter of a name in `state`, a parameter lacks moments
             without being marked as `NOT_UPDATED`, or has one of another shape.
     """
+    prefix = prefix_of_moments(_optimizers_of(optimizer)[0])  # earlier versions kept it
+    keys = (key.partition(":") for key in state)
+    names = (f"{name}:{accumulator.removeprefix(prefix)}" for name, _, accumulator in keys)
+    state = dict(zip(names, state.values(), strict=True))
     _check_complete(parameters, state, optimizer)
     moments: dict[str, Any] = {}
     given: dict[str, Any] = {}

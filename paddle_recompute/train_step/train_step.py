@@ -258,6 +258,9 @@ class TrainStep:
         except BaseException:  # the next step would add to them
             self._parameters.clear_gradients(after_error=True)
             raise
+        finally:
+            if self._offloaded is not None:
+                self._offloaded.finish_with(OnComplete())
         self._parameters.clear_gradients()
         if self._scaler is not None and loss_scale is not None:
             self._scaler.update(finite)

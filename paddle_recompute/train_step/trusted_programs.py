@@ -21,7 +21,7 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state
-from paddle_recompute._paddle.backward import hand_on, watch_backward
+from paddle_recompute._paddle.backward import hand_on, is_last_backward, watch_backward
 from paddle_recompute._paddle.flat import is_frozen
 from paddle_recompute._paddle.layers import (
     is_initialized,
@@ -210,10 +210,13 @@ def _watching_inputs(outputs: Any, args: Any) -> Any:
         if [*map(version_of, tensors)] != then:
             error = StaticGraphError(
                 "an input of a compiled model was changed in place between its forward and its "
-                "backward, which would read other numbers; change a copy"
+                "backward, which may read other numbers; change a copy"
             )
             hand_on(error)
             raise error
+        if is_last_backward():  # `outputs` may live on
+            tensors.clear()
+            then.clear()
 
     for one in _nested.tensors_in(outputs):
         if not one.stop_gradient:

@@ -216,6 +216,14 @@ def test_threads_may_train_in_turns(how: str) -> None:
     assert_same_bits(values(plain), values(model))
 
 
+def test_a_frozen_chain_has_no_step() -> None:
+    model = pair()[1]
+    for parameter in model.parameters():
+        parameter.stop_gradient = True
+    here = loss_of(model).numpy()
+    assert np.array_equal(in_a_thread(lambda: loss_of(model).numpy()), here)
+
+
 def test_a_backward_inside_of_the_step_of_another_thread_is_refused() -> None:
     """The other thread's update would have its gradients, or clear them."""
     model = pair()[1]

@@ -219,6 +219,21 @@ def test_two_optimizers_of_a_chain_have_states_of_their_own() -> None:
     assert_same_bits(run(plain()), run(offloaded()))
 
 
+def test_gradients_may_be_cleared_inside_of_a_training_step() -> None:
+    def run(model: paddle.nn.Layer) -> dict[str, np.ndarray]:
+        optimizer = optimizer_of(model, OPTIMIZERS["SGD"])
+
+        def loss_fn(model: paddle.nn.Layer, batch: Any) -> paddle.Tensor:
+            optimizer.clear_grad()
+            return cross_entropy(model, batch)
+
+        step = TrainStep(model, optimizer, loss_fn=loss_fn, clip_grad_norm=0.01)
+        assert step([batch(0, 0)]).grad_norm > 0.01
+        return values_of(model)
+
+    assert_same_bits(run(plain()), run(offloaded()))
+
+
 def test_a_loop_of_ones_own_goes_on_after_steps_with_a_loss_scale() -> None:
     def run(model: paddle.nn.Layer) -> list[np.ndarray]:
         optimizer = optimizer_of(model, OPTIMIZERS["SGD"])
@@ -318,8 +333,24 @@ def test_a_layer_that_is_added_or_removed_later_is_refused() -> None:
     ):
         model = offloaded()
         change(model)
-        with pytest.raises(OffloadError, match="was cut when it had 5"):
+        with pytest.raises(OffloadError, match="was cut with the Layers"):
             model(batch(0, 0)[0])
+
+
+class WithHead(OffloadSequential):
+    def __init__(self) -> None:
+        super().__init__([paddle.nn.Linear(4, 4) for _ in range(2)], num_shards=2)
+        self.head = paddle.nn.Linear(4, 2)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.head(super().forward(*inputs))
+
+
+def test_a_subclass_may_have_layers_beside_the_chain() -> None:
+    model, x = WithHead(), paddle.randn([3, 4])
+    found = model(x).numpy()
+    with model.resident():
+        assert np.array_equal(found, model.head(model[1](model[0](x))).numpy())
 
 
 def test_what_cannot_be_repeated_is_refused() -> None:

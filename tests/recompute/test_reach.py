@@ -643,13 +643,15 @@ ODD: dict[str, Callable[[], Any]] = {
     "has a weak proxy of what is gone": gone,
     "has a weak proxy of what shows itself": shown_by_itself,
     "has a class of no module": of_no_module,
+    "has attributes of its thread": threading.local,
 }
 
 
 @case("an object that {what}, {place}", num_listed=0, what=list(ODD), place=["reached", "given"])
 def test_odd_object(run: Run, what: str, place: str) -> Seen:
     net, odd, x = linear(), ODD[what](), leaf(3, 4)
-    object.__setattr__(odd, "scale", 2.0)
+    put = setattr if type(odd) is threading.local else object.__setattr__
+    put(odd, "scale", 2.0)
 
     def function(h: Tensor, *rest: Any) -> Tensor:
         for one in (*rest, odd):
@@ -658,7 +660,7 @@ def test_odd_object(run: Run, what: str, place: str) -> Seen:
         return net(h) * odd.scale
 
     y = run(function, x * 2, *[odd] * (place == "given"))
-    object.__setattr__(odd, "scale", 3.0)
+    put(odd, "scale", 3.0)
     return backward(y, x, net)
 
 

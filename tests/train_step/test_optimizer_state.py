@@ -22,6 +22,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "RMSProp": lambda given: paddle.optimizer.RMSProp(0.1, parameters=given),
     "Adadelta": lambda given: paddle.optimizer.Adadelta(0.1, parameters=given),
     "Lamb": lambda given: paddle.optimizer.Lamb(0.1, parameters=given),
+    "named": lambda given: paddle.optimizer.Momentum(0.1, parameters=given, name="my"),
     "SGD": lambda given: paddle.optimizer.SGD(0.1, parameters=given),
 }
 STATEFUL = [name for name in OPTIMIZERS if name != "SGD"]
@@ -172,6 +173,19 @@ def test_the_state_of_an_optimizer_with_a_name_is_as_any_other() -> None:
     other, again = resumed("AdamW", state, values_of(twin))
     for one in (step, again):
         one(batch(0, 1))
+    assert_same_bits(values_of(model), values_of(other))
+
+
+def test_moments_under_the_name_of_the_optimizer_are_taken() -> None:
+    """As checkpoints of earlier versions have them."""
+    model, step = make("named")
+    step(batch(0))
+    state = on_disk(step.state_dict())
+    named = {k.replace(":velocity", ":my_velocity"): v for k, v in state["optimizer"].items()}
+    assert named.keys() != state["optimizer"].keys()
+    other, again = resumed("named", {**state, "optimizer": named}, values_of(model))
+    for one in (step, again):
+        one(batch(0))
     assert_same_bits(values_of(model), values_of(other))
 
 

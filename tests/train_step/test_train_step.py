@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_recompute._paddle.flat import by_dtype
 from paddle_recompute.distributed import broadcast_from_rank0
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import GradientSync
@@ -125,6 +126,13 @@ class AddTwo(paddle.autograd.PyLayer):
     @staticmethod
     def backward(ctx: Any, gradient: paddle.Tensor) -> Any:
         return gradient, gradient  # Paddle makes both `.grad` of it, in one memory
+
+
+def test_of_gradients_in_one_memory_the_largest_is_scaled() -> None:
+    whole = paddle.ones([6])
+    for order in ((whole, whole[:2]), (whole[:2], whole)):
+        (alike,) = by_dtype(order).values()
+        assert [one.size for one in alike] == [6]
 
 
 class OneGradientForTwo(paddle.nn.Layer):

@@ -12,6 +12,7 @@ import functools
 import random
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -392,6 +393,39 @@ def test_what_the_comparison_changes_makes_no_further_one() -> None:
         for _ in range(5):
             model(paddle.ones([3, 4]))
     assert len(count) == 1
+
+
+settings: dict[str, float] = {"scale": 1.0, "step": 0}
+
+
+class OfSettings(Base):
+    def forward(self, x: Any) -> Any:
+        return self.l(x) * settings["scale"]
+
+
+def test_of_a_dict_of_the_module_the_keys_that_are_read_matter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = made(OfSettings)
+    compile_model(model, SPEC)
+    with counted_comparisons() as count:
+        for step in range(5):
+            monkeypatch.setitem(settings, "step", step)
+            model(paddle.ones([3, 4]))
+    assert len(count) == 1
+    monkeypatch.setitem(settings, "scale", 3.0)
+    with pytest.raises(StaticGraphError, match="after 'scale' was changed"):
+        model(paddle.ones([3, 4]))
+
+
+def test_an_output_that_is_kept_keeps_no_input_after_the_backward() -> None:
+    model = made(OfSettings)
+    compile_model(model, SPEC)
+    x = paddle.ones([3, 4])
+    kept, reference = model(x), weakref.ref(x)
+    kept.sum().backward()
+    del x
+    assert reference() is None
 
 
 class Weighted(Base):
