@@ -130,6 +130,8 @@ class AddTwo(paddle.autograd.PyLayer):
 
 def test_of_gradients_in_one_memory_the_largest_is_scaled() -> None:
     whole = paddle.ones([6])
+    if whole[:2].data_ptr() != whole.data_ptr():
+        pytest.skip("a slice is a copy here")
     for order in ((whole, whole[:2]), (whole[:2], whole)):
         (alike,) = by_dtype(order).values()
         assert [one.size for one in alike] == [6]
