@@ -95,13 +95,14 @@ FAULTY = ("not_repeatable", "blocks.1")
 UNUSED = ("unused_parameter", "pooler.weight")
 
 
+@pytest.mark.timeout(300)  # a launcher and two ranks, beside other tests
 def test_a_fault_on_one_of_two_ranks_is_named(tmp_path: Path) -> None:
     given = [*own(faulty=True, pooler=True), "launch.num_ranks=2"]
     done = python(
         *("-m", "paddle_recompute", *DOCTOR, "report.json", *given),
         folder=tmp_path,
         env={**outside_of_ranks(), "OMP_NUM_THREADS": "1"},
-        timeout=200,
+        timeout=280,
         fails=True,
     )
     output = done.stdout + done.stderr

@@ -125,6 +125,7 @@ MICRO_BATCHES = ("strategy.gradient_merge=true", "strategy.gradient_merge_config
 CHUNKS = ("contrastive.chunk_tokens=32", "contrastive.learnable_temperature=true")
 
 
+@pytest.mark.timeout(300)  # a launcher and two ranks, beside other tests
 @pytest.mark.parametrize(("num_ranks", "settings"), [(1, MICRO_BATCHES), (2, CHUNKS)])
 def test_train_contrastive_finds_what_it_learned(
     num_ranks: int, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +156,7 @@ def test_train_contrastive_finds_what_it_learned(
         launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
         script = ROOT / "examples" / "train_contrastive.py"
         command = [*launcher, "--log_dir", tmp_path, script, *arguments]
-        shown = python(*command, folder=tmp_path, env=outside_of_ranks()).stdout
+        shown = python(*command, folder=tmp_path, env=outside_of_ranks(), timeout=280).stdout
     losses = [float(loss) for loss in re.findall(r"^step \d+ +loss (\S+)$", shown, re.M)]
     assert len(losses) == 14
     assert sum(losses[-3:]) < sum(losses[:3])
