@@ -83,6 +83,7 @@ def layers_below(root: paddle.nn.Layer) -> list[paddle.nn.Layer]:
 
 MEMBER_DICTS = ("_sub_layers", "_parameters", "_forward_pre_hooks", "_forward_post_hooks")
 """Where the ``__dict__`` of a Layer keeps its sublayers, parameters and hooks (2.6, 3.x)."""
+SUBLAYERS_AND_HOOKS = (MEMBER_DICTS[0], *MEMBER_DICTS[2:])
 BUFFERS = "_buffers"
 """Where it keeps its buffers, as which a Layer takes every tensor that is assigned to it."""
 

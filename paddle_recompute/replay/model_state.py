@@ -18,6 +18,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import (
+    SUBLAYERS_AND_HOOKS,
     attributes_of_every_layer,
     forward_post_hooks,
     forward_pre_hooks,
@@ -34,7 +35,7 @@ _DICTS = (dict, collections.OrderedDict)
 _CONTAINERS = (*_DICTS, list, set, collections.deque)
 _NUMBERS = (bool, int, float, complex, type(None))
 _TOLD_BY_VALUE = (*_NUMBERS, str, bytes)
-_members_of = itemgetter("_sub_layers", "_forward_pre_hooks", "_forward_post_hooks")
+_members_of = itemgetter(*SUBLAYERS_AND_HOOKS)
 _OWN_PREFIX = "_recompute_"
 """Attributes of wrapped Layers: a forward counts in them, and no number depends on them."""
 
@@ -228,10 +229,10 @@ class ModelStamp:
         self._layers, self._rest = found.layers, found.places
         self._dicts = [*map(vars, self._layers)]
         known = {id(one): name for name, one in self._model.named_sublayers(include_self=True)}
+        paths = [known.get(id(one)) or type(one).__name__ for one in self._layers]
         places: list[tuple[str, dict[Any, Any], Callable[[Any], bool] | None]] = []
         """Label, dict and which of its keys matter; None: all."""
-        for layer in self._layers:
-            name = known.get(id(layer)) or type(layer).__name__
+        for layer, name in zip(self._layers, paths, strict=True):
             label = "{}" if layer is self._model else f"{name}.{{}}"
             places.append((label, vars(layer), _read_by(layer, names)))
             places.append((label, own_sublayers(layer), None))
@@ -266,8 +267,7 @@ class ModelStamp:
             if matters is None or matters(key)
             for at, one in enumerate([value, *_inside(value)])
         }
-        for layer in self._layers:
-            name = known.get(id(layer)) or type(layer).__name__
+        for layer, name in zip(self._layers, paths, strict=True):
             self._held[id(layer), "", 0] = f"the class of {name}", type(layer)
         for container in self._containers:
             for at, one in enumerate(_inside(container)):

@@ -3,9 +3,9 @@
 Paddle's conversion is wrong in ways that no list of refusals covers. So each Program is compared at
 its first step, at its 10th, 100th and 1,000th, with each new shape, and at its next step after a
 sublayer, hook or number that the forward reads has become another, in a Layer, plain object, list,
-dict, global or closure. Both run on copies: outputs,
-gradients for a fixed random cotangent, buffers, attributes and random streams are those of the same
-state, and nothing of the user's takes part.
+dict, global or closure. Both run on copies: outputs, gradients for a fixed random cotangent,
+buffers, attributes and random streams are those of the same state, and nothing of the user's takes
+part.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ class ProgramKeeper:
 
 def _watching_inputs(outputs: Any, args: Any) -> Any:
     """`outputs`; their backward raises if one of `args` was written to, as in eager execution."""
-    tensors = [*_nested.tensors_in(args)]
+    trained = [one for one in _nested.tensors_in(outputs) if not one.stop_gradient]
+    tensors = [*_nested.tensors_in(args)] if trained else []
     then = [*map(version_of, tensors)]
 
     def check(_: object) -> None:
@@ -218,9 +219,8 @@ def _watching_inputs(outputs: Any, args: Any) -> Any:
             tensors.clear()
             then.clear()
 
-    for one in _nested.tensors_in(outputs):
-        if not one.stop_gradient:
-            one.register_hook(check)
+    for one in trained:
+        one.register_hook(check)
     return outputs
 
 
