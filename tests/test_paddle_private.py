@@ -141,7 +141,7 @@ def test_memory_is_shared_with_strides_and_offset_by_another_tensor(view: str) -
     assert shared.numpy().tobytes() == x.numpy().tobytes()
     look = saved_tensors.look_of(x)
     assert saved_tensors.look_of(shared) == look
-    assert saved_tensors.looks_of([x, shared]) == tuple([part, part] for part in look)
+    assert saved_tensors.each_look(saved_tensors.looks_of([x, shared])) == [look, look]
 
 
 def test_what_has_no_memory_is_shared_without() -> None:

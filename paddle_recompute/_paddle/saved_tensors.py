@@ -78,22 +78,39 @@ def look_of(tensor: paddle.Tensor) -> Look:
     2.6 end the process where the strides of such a tensor are asked. Both are contiguous.
     """
     strides = None if tensor.is_contiguous() else tensor.strides
-    return dtype_of(tensor), strides, tensor.offset, tensor.shape
+    return dtype_of(tensor), strides, tensor.offset, [*tensor.shape]
 
 
 Looks = tuple[list[Any], list[Any], list[Any], list[Any]]
-"""`Look` of many tensors, side by side: fewer objects for the garbage collector."""
+"""`Look` of many tensors, side by side, the sizes of all shapes in one list with a None behind each
+shape: few objects for the garbage collector."""
 
 
 def looks_of(tensors: list[Any]) -> Looks:
     """`look_of` each of `tensors`, in C where that is possible."""
     contiguous = zip(tensors, map(_is_contiguous, tensors), strict=True)
+    sizes: list[Any] = []
+    for shape in map(_shape_of, tensors):
+        sizes.extend(shape)
+        sizes.append(None)
     return (
         [*map(dtype_of, tensors)],
         [None if is_so else tensor.strides for tensor, is_so in contiguous],
         [*map(_offset_of, tensors)],
-        [*map(_shape_of, tensors)],
+        sizes,
     )
+
+
+def each_look(looks: Looks) -> list[Look]:
+    """Those that lie side by side."""
+    dtypes, strides, offsets, sizes = looks
+    shapes: list[list[int]] = [[]]
+    for size in sizes:
+        if size is None:
+            shapes.append([])
+        else:
+            shapes[-1].append(size)
+    return [*zip(dtypes, strides, offsets, shapes[:-1], strict=True)]
 
 
 _is_contiguous = core.eager.Tensor.is_contiguous

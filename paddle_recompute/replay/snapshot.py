@@ -36,7 +36,7 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_before", "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts",
+        "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts",
         "_members", "_num_buffers", "_readers", "_sizes", "_values", "layers", "places",
     )  # fmt: skip
 
@@ -50,10 +50,9 @@ class Snapshot:
         self._values: list[Any] = []
         self._num_buffers: list[int] = []
         self._exchanges_members = False
-        # Of each dict or list: what is read of it, what it held, and its length; all that is held.
+        # Of each dict or list: what is read of it, and its length; all that is held, in one list.
         self._containers: list[Any] = []
         self._readers: list[Reader] = []
-        self._before: list[tuple[Any, ...]] = []
         self._sizes: list[int] = []
         self._content: list[Any] = []
 
@@ -67,7 +66,6 @@ class Snapshot:
         """`add` each."""
         self._containers += containers
         self._readers += readers
-        self._before += before
         self._sizes += map(len, containers)
         self._content += _flat(before)
 
@@ -121,6 +119,16 @@ class Snapshot:
         entries = zip(self._keys, self._values, strict=True)
         return [dict(islice(entries, size)) for size in self._members]
 
+    def _held(self) -> list[list[Any]]:
+        """What each dict or list held."""
+        content = iter(self._content)
+        return [
+            [*islice(content, _num_read(container, reader, size))]
+            for container, reader, size in zip(
+                self._containers, self._readers, self._sizes, strict=True
+            )
+        ]
+
     def _changed(self) -> dict[int, Place]:
         """The places that differ, made as they were, by the number of the container."""
         rows = zip(self._readers, self._containers, strict=True)
@@ -133,14 +141,14 @@ class Snapshot:
         except KeyError:
             pass
         places: dict[int, Place] = {}
-        fields = zip(self._containers, self._readers, self._before, self._sizes, strict=True)
+        fields = zip(self._containers, self._readers, self._held(), self._sizes, strict=True)
         for number, (container, reader, before, size) in enumerate(fields):
             if _is_same(container, reader, before, size):
                 continue
             found, _, names = reader
             place: Place
             if names is None:
-                place = Items(container, [*before])
+                place = Items(container, before)
             else:
                 place = Entries(container, names, dict(zip(found, before, strict=True)), size)
             if not place.is_unchanged():
@@ -195,12 +203,13 @@ class Snapshot:
         for place in self.places:
             place.after_forward()
         if changed := self._changed():
+            held = self._held()
             for number, place in reversed(changed.items()):
                 place.after_forward()
                 self.places.append(place)
-                for fields in (self._containers, self._readers, self._before, self._sizes):
+                for fields in (self._containers, self._readers, held, self._sizes):
                     del fields[number]
-            self._content = [*_flat(self._before)]
+            self._content = [*_flat(held)]
         if not self._has_same_members():
             self._accept_built_members()
             return self.is_unchanged()
@@ -255,7 +264,14 @@ class Snapshot:
             fill_dict(entries, before)
 
 
-def _is_same(container: Any, reader: Reader, before: tuple[Any, ...], size: int) -> bool:
+def _num_read(container: Any, reader: Reader, size: int) -> int:
+    """How many values `reader` reads of a `container` of this size: `items_of` a dict are two."""
+    if reader[2] is not None:
+        return len(reader[0])
+    return 2 * size if isinstance(container, dict) else size
+
+
+def _is_same(container: Any, reader: Reader, before: list[Any], size: int) -> bool:
     try:
         return len(container) == size and all(map(is_, reader[1](container), before))
     except KeyError:
