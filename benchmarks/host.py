@@ -13,6 +13,7 @@ Whole steps, of `_host_steps`, have a record of their own.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -137,6 +138,12 @@ FORMS: dict[str, Call] = {
 WITHOUT_26 = ("fleet, hooks", "floor")
 
 
+def forms_here() -> dict[str, Call]:
+    """Those of `FORMS` that this Paddle has."""
+    left_out = WITHOUT_26 if paddle.__version__.startswith("2.6") else ()
+    return {form: call for form, call in FORMS.items() if form not in left_out}
+
+
 def measured(name: str, rounds: int) -> dict[str, tuple[float, float, float]]:
     """By form: microseconds of a forward and of a backward, and of both above the plain call."""
     paddle.seed(1)
@@ -144,11 +151,7 @@ def measured(name: str, rounds: int) -> dict[str, tuple[float, float, float]]:
     blocks = paddle.nn.LayerList([make() for _ in range(BLOCKS_IN_TURN)])
     x = paddle.randn(shape)
     x.stop_gradient = False  # fleet's default form gives no gradients otherwise
-    forms = {
-        form: call
-        for form, call in FORMS.items()
-        if not (form in WITHOUT_26 and paddle.__version__.startswith("2.6"))
-    }
+    forms = forms_here()
 
     def run(call: Call) -> tuple[float, float]:
         start, y = time.thread_time(), x
@@ -173,6 +176,27 @@ def measured(name: str, rounds: int) -> dict[str, tuple[float, float, float]]:
         parts = (*zip(*values, strict=True), above)
         found[form] = tuple(statistics.median(part) / BLOCKS_IN_TURN * 1e6 for part in parts)
     return found  # type: ignore[return-value]
+
+
+def counted_objects(name: str) -> dict[str, int]:
+    """By form: what a forward leaves for the backward, as objects that the garbage collector
+    counts. So many forwards make it look through the young ones, and from time to time through the
+    whole heap of the process.
+    """
+    make, shape = BLOCKS[name]
+    block, x = make(), paddle.randn(shape)
+    x.stop_gradient = False
+    found = {}
+    for form, call in forms_here().items():
+        call(block, x).sum().backward()
+        gc.collect()
+        gc.disable()
+        before = gc.get_count()[0]
+        y = call(block, x)
+        found[form] = gc.get_count()[0] - before
+        gc.enable()
+        del y
+    return found
 
 
 class Encoder(paddle.nn.Layer):
@@ -251,16 +275,19 @@ def main() -> None:
     rows: list[list[Any]] = []
     for name in [arguments.block] if arguments.block else BLOCKS:
         found = measured(name, arguments.rounds)
-        fleet = found["fleet, default"][2]
+        objects, fleet = counted_objects(name), found["fleet, default"][2]
         for form, (forward, backward, above) in found.items():
             ratio = f"{above / fleet:.2f}" if form != "plain" else "-"
-            rows.append([name, form, *(f"{us:.0f}" for us in (forward, backward, above)), ratio])
+            times = (f"{us:.0f}" for us in (forward, backward, above))
+            rows.append([name, form, *times, ratio, objects[form]])
         print(*(" ".join(map(str, row)) for row in rows[-len(found) :]), sep="\n", flush=True)
     if arguments.block:
         return
     by_hand, cached, ratio = measured_cache(arguments.rounds)
     print("GradCache", *(f"{value:.2f}" for value in (by_hand, cached, ratio)))
-    header = ["block", "form", "forward, us", "backward, us", "above plain, us", "of fleet's"]
+    header = [
+        "block", "form", "forward, us", "backward, us", "above plain, us", "of fleet's", "objects",
+    ]  # fmt: skip
     path = write_record(
         "host",
         "Host time of a recomputed call",
@@ -269,7 +296,8 @@ def main() -> None:
             "CPU time of the thread, per call of a block, tiny tensors; the median of "
             f"{arguments.rounds} rounds, in each of which every form runs {BLOCKS_IN_TURN} blocks "
             "in turn, one after the other. 'Above plain' is taken within a round. Other programs "
-            "ran on the machine: the ratio counts, not the microseconds.",
+            "ran on the machine: the ratio counts, not the microseconds. Objects: what a forward "
+            "leaves for the backward that the garbage collector counts.",
             "",
             *table(header, rows),
             "",

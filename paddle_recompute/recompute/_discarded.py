@@ -17,7 +17,7 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._nested import describe
-from paddle_recompute.recompute._hooks import Kept, Ticket
+from paddle_recompute.recompute._hooks import Kept
 
 _offers: dict[int, tuple[weakref.ref[paddle.Tensor], Any]] = {}
 """By address: an output, and the `Frame` that can recompute it."""
@@ -43,7 +43,7 @@ def _withdraw(address: int, _: object) -> None:
     _offers.pop(address, None)
 
 
-def ticket_for(tensor: paddle.Tensor) -> Ticket | None:
+def ticket_for(tensor: paddle.Tensor) -> Kept | None:
     """A ticket if `tensor` is an offered output (same memory, shape, dtype; unchanged).
 
     The hooks get a new Python object for the same C++ tensor, so the memory is compared.
@@ -55,13 +55,13 @@ def ticket_for(tensor: paddle.Tensor) -> Ticket | None:
         return None
     if not tensor.is_contiguous() or not output.is_contiguous():
         return None  # a transposed view has the same memory and may have the same shape
-    ticket: Ticket | None = maker.ticket_for_output(output)
+    ticket: Kept | None = maker.ticket_for_output(output)
     return ticket
 
 
 class Keeper:
     """Keeps what operators save, like Paddle, but keeps tickets for offered outputs."""
 
-    def pack(self, tensor: paddle.Tensor) -> Ticket:
+    def pack(self, tensor: paddle.Tensor) -> Kept:
         """A ticket for an offered output, or one that holds the tensor itself."""
         return ticket_for(tensor) or Kept(tensor)

@@ -13,11 +13,9 @@ CPU in 2.6.
 **Nesting.** The outer frame saves the inputs of an inner frame. So an inner frame keeps nothing
 unless its outer frame is being recomputed.
 
-**Ownership.** C++ graph -> ticket -> frame -> inputs, and, after the second run, frame -> tensors.
-A frame knows its tickets by their numbers alone, and a ticket that goes tells it. So graph,
-activations and Layer are freed without the garbage collector, and what only a dropped output needs
-goes with it. (A weak reference to each ticket would give the collector twice as much to look
-through.)
+**Ownership.** C++ graph -> ticket -> frame -> inputs, and, after the second run, ticket -> tensor.
+A frame refers to its tickets weakly, so graph, activations and Layer are freed without the garbage
+collector, and what only a dropped output needs goes with it.
 
 A Layer may hold a tensor of its own forward, such as an auxiliary loss: Layer -> tensor -> graph ->
 ticket -> frame -> Layer is a cycle that Python cannot see. So the first backward that asks a frame
@@ -55,12 +53,11 @@ from paddle_recompute._paddle.saved_tensors import (
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._hooks import (
+    Kept,
     Recorder,
-    Ticket,
     begin_recording,
     end_recording,
     innermost,
-    without_graph,
 )
 from paddle_recompute.recompute._inputs import Input, Link, fetch
 from paddle_recompute.recompute._offload import InputStorage
@@ -70,36 +67,32 @@ from paddle_recompute.replay import stamp as stamp_of
 watch_hooks()
 
 
-class FrameTicket(Ticket):
-    """A placeholder in the graph for a tensor of a frame."""
+class FrameTicket(Kept):
+    """A placeholder in the graph for a tensor of a frame; after a second run of the frame, the
+    tensor itself lies here, so it goes with the ticket.
+    """
 
-    __slots__ = ("frame", "number")
+    __slots__ = ("__weakref__", "failed", "frame", "is_spent")
 
     frame: Frame
-    number: int
-    """Its place among the tensors that the frame's operators saved; of an output, a negative
-    number."""
+    failed: str
+    """The name of its part, if that raised in its first forward."""
+    is_spent: bool
+    """Whether the backward of its operator is over and cannot run again."""
 
     def value(self, is_last: bool) -> paddle.Tensor:
         """The tensor, from a second run of the frame."""
-        frame, number = self.frame, self.number
-        if number not in frame.kept or frame.failed:
+        frame = self.frame
+        if self.tensor is None:
             frame.recompute(self, is_last)
-        is_over = not frame.parts
-        is_dropped = is_last or not is_over
-        layout = frame.layouts.get(number)
-        value = self.handed_out(frame.kept[number], frame.versions[number], layout, is_dropped)
-        if is_dropped:
-            del frame.kept[number]
-        if is_last and not is_over:
-            frame.awaited.discard(number)
-            if not (frame.awaited and frame.is_ending):
+        value = self.take(is_last or bool(frame.parts))
+        if is_last and frame.parts:
+            if not self.is_spent:
+                self.is_spent = True
+                frame.num_awaited -= 1
+            if not (frame.num_awaited and frame.is_ending):
                 frame.end()
         return value
-
-    def __del__(self) -> None:
-        self.frame.awaited.discard(self.number)
-        self.frame.kept.pop(self.number, None)
 
 
 _new_ticket = object.__new__
@@ -117,24 +110,18 @@ class Frame:
         self.parts: list[tuple[Call, Any]] = []
         """Its calls, each with its inputs, which come from outside or from earlier parts."""
         self._storage = storage
-        # Of each tensor that operators saved: what it looked like, and its checksum.
+        # Of each tensor that operators saved: what it looked like, its checksum, and the ticket,
+        # which the graph alone keeps.
         self.looks: Looks = [], [], [], []
         self.checksums: dict[int, int] = {}
-        self.awaited: set[int] = set()
-        """The numbers of the tickets in the graph that were not asked for the last time."""
-        # By number, from the last second run on: the tensors of the tickets that were in the graph,
-        # until they are asked for; their versions; and the looks of the first run where a tensor
-        # lies otherwise in its memory.
-        self.kept: dict[int, paddle.Tensor] = {}
-        self.versions: dict[int, int] = {}
-        self.layouts: dict[int, Look] = {}
-        self.of_outputs: list[tuple[Link, Look]] = []
-        """Of each ticket for an output: which it is, and what it looked like."""
+        self.tickets: list[weakref.ref[FrameTicket]] = []
+        self._of_outputs: list[tuple[weakref.ref[FrameTicket], Link, Look]] = []
+        """The tickets for outputs."""
         self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, Link]] = {}
-        self.failed = ""
-        """The name of its last part, if that raised in its first forward."""
         self._is_recording = self._compares_values = False
         self.is_ending = False
+        self.num_awaited = 0
+        """The tickets that were in the graph at the last second run and are not spent."""
 
     def record(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, linked: bool = False
@@ -153,7 +140,7 @@ class Frame:
         outer = innermost()
         if not begin_recording(self):
             raise HooksAreTaken
-        num_saved = self.num_saved
+        num_saved = len(self.tickets)
         try:
             inputs = _keep(self, self._storage, outer, (args, kwargs))
             self._is_recording, self._compares_values = True, call.compare_values
@@ -173,8 +160,7 @@ class Frame:
 
     def link_to(self, tensor: paddle.Tensor) -> Link | None:
         """The output of an earlier part that `tensor` is; None if it is none or was changed."""
-        # Without parts, its backward is over.
-        if not self.parts or self.failed or id(tensor) not in self._outputs:
+        if not self.parts or id(tensor) not in self._outputs:  # no parts: its backward is over
             return None
         known, stamp, link = self._outputs[id(tensor)]
         output = known()  # None or another tensor if the id was reused
@@ -187,67 +173,63 @@ class Frame:
         link = self.link_to(tensor)
         if link is None:
             return None
-        # No operator of the frame saves it: it is found by its link, not by its place.
-        self.of_outputs.append((link, look_of(tensor)))
-        ticket = _new_ticket(FrameTicket)
-        ticket.frame, ticket.number = self, -len(self.of_outputs)
-        self.awaited.add(ticket.number)
+        # No operator of the frame saves it: it is found by its link, not by its number.
+        ticket = self._ticket()
+        self._of_outputs.append((weakref.ref(ticket), link, look_of(tensor)))
+        self.num_awaited += 1
         return ticket
 
     def _forget(self, num_saved: int, name: str) -> None:
         """Of a part that failed, called `name`, before which there were `num_saved` tickets."""
-        self.failed = name
-        for number in range(num_saved, self.num_saved):
+        for reference in self.tickets[num_saved:]:
+            if (ticket := reference()) is not None:
+                ticket.failed = name
+        for number in range(num_saved, len(self.tickets)):
             self.checksums.pop(number, None)
-            self.awaited.discard(number)
         *fields, sizes = self.looks
-        for one in fields:
+        for one in (self.tickets, *fields):
             del one[num_saved:]
         ends = [place for place, size in enumerate(sizes, 1) if size is None]
         del sizes[ends[num_saved - 1] if num_saved else 0 :]
 
-    @property
-    def num_saved(self) -> int:
-        """How many tensors its operators have saved."""
-        return len(self.looks[0])
+    def _ticket(self) -> FrameTicket:
+        ticket = _new_ticket(FrameTicket)
+        ticket.frame, ticket.failed, ticket.tensor, ticket.layout = self, "", None, None
+        ticket.is_spent = ticket.is_for_engine = False
+        return ticket
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
         dtypes, strides, offsets, sizes = self.looks
-        ticket = _new_ticket(FrameTicket)
-        ticket.frame = self
-        number = ticket.number = len(dtypes)
-        self.awaited.add(number)
-        if self._compares_values:
-            self.checksums[number] = _checksum(tensor)
         dtypes.append(dtype_of(tensor))  # `look_of`, without a frame
         strides.append(None if tensor.is_contiguous() else tensor.strides)
         offsets.append(tensor.offset)
         sizes.extend(tensor.shape)  # a `paddle.Size` has an addition of its own
         sizes.append(None)
+        ticket = self._ticket()
+        self.tickets.append(weakref.ref(ticket))
+        if self._compares_values:
+            self.checksums[len(self.tickets) - 1] = _checksum(tensor)
         return ticket
 
     def recompute(self, ticket: FrameTicket, is_last: bool) -> None:
-        """Run the function again, for `ticket` and all others that are awaited."""
+        """Run the function again, for `ticket` and all others that are in the graph."""
         if self._is_recording:
             raise RecomputeError(
                 "A recomputed function asks for gradients of its own intermediate results while "
                 "it is still running (paddle.grad or backward inside it). Move that part out of "
                 "the recomputed function."
             )
-        if ticket.number >= self.num_saved:
+        if ticket.failed:
             raise RecomputeError(
-                f"{self.failed} raised in its first forward, so the tensors that it computed "
+                f"{ticket.failed} raised in its first forward, so the tensors that it computed "
                 "before cannot be differentiated. Compute them outside of the recomputed function."
             )
-        if ticket.number in self.kept:
-            return
         if not self.parts:
             raise RecomputeError(
                 "The inputs of a recomputed function were released: its backward ran, or failed, "
                 "without retain_graph=True."
             )
-        self.awaited.add(ticket.number)  # a PyLayer may ask twice for what it saved
         try:
             self._recompute()
         except BaseException:
@@ -264,13 +246,20 @@ class Frame:
             backward = current_backward()
             assert backward is not None
             backward.at_end[id(self)] = self._end
-        if not self.awaited:
+        if not self.num_awaited:
             self.parts.clear()
 
     def _end(self) -> None:
         """Release the inputs at the end of a backward, unless a ticket needs another second run."""
-        if self.kept.keys() >= self.awaited:
+        if self.parts and all(
+            ticket.is_spent or ticket.tensor is not None for ticket in self._live_tickets()
+        ):
             self.parts.clear()
+
+    def _live_tickets(self) -> list[FrameTicket]:
+        """The tickets in the graph."""
+        references = [*self.tickets, *(reference for reference, _, _ in self._of_outputs)]
+        return [ticket for reference in references if (ticket := reference()) is not None]
 
     @property
     def name(self) -> str:
@@ -298,9 +287,13 @@ class Frame:
                 set_gradients(had_gradients)
             if is_linked:
                 outputs.append(list(_nested.tensors_in(result)))
-        again.finish([outputs[link.part][link.leaf] for link, _ in self.of_outputs])
-        for number, (_, look) in enumerate(self.of_outputs, 1):
-            self.layouts[-number] = look
+        given = again.finish()
+        for reference, link, look in self._of_outputs:
+            if (ticket := reference()) is not None:
+                ticket.keep(outputs[link.part][link.leaf])
+                ticket.layout = look
+                given.append(ticket)
+        self.num_awaited = sum([not ticket.is_spent for ticket in given])
 
 
 class HooksAreTaken(Exception):
@@ -308,38 +301,42 @@ class HooksAreTaken(Exception):
 
 
 class _Repetition:
-    """The second run of a frame: keeps the saved tensors, and gives them to the frame."""
+    """The second run of a frame: keeps the saved tensors, and gives them to the frame's tickets."""
 
     __slots__ = ("_difference", "_frame", "_is_careful", "_is_matched", "_kept", "_layouts",
-                 "_looks", "_versions")  # fmt: skip
+                 "_looks", "_tickets", "_versions")  # fmt: skip
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._kept: list[paddle.Tensor | None] = []
+        self._tickets = [ticket() for ticket in frame.tickets]
+        self._kept: list[Any] = []
+        """Tensors; None where there is no ticket any more."""
         self._versions: list[int] = []
-        self._layouts: dict[int, Look] = {}
         self._looks: list[Look] = []
-        """Those of the first run, where they are compared one by one."""
+        """Those of the first run, once one of them is compared by itself."""
+        self._layouts: dict[int, Look] = {}
+        """The looks of the first run where a tensor lies otherwise in its memory."""
         self._difference: str | None = None
         self._is_matched = True
-        num_tickets = frame.num_saved + len(frame.of_outputs)
-        self._is_careful = bool(frame.checksums) or len(frame.awaited) < num_tickets
+        self._is_careful = bool(frame.checksums) or not all(self._tickets)
 
     def pack(self, tensor: paddle.Tensor) -> None:
         """Keep the tensor, without its graph."""
-        kept = without_graph(tensor)
+        kept = tensor.detach()  # the same C++ tensor, hence the same version counter
+        if not tensor.stop_gradient:
+            kept.stop_gradient = False  # a PyLayer may ask what it saved
         self._kept.append(kept)
         self._versions.append(version_of(kept))
-        if self._is_careful and len(self._kept) <= self._frame.num_saved:
+        if self._is_careful and len(self._kept) <= len(self._tickets):
             self._look_now(len(self._kept) - 1, kept)
 
     def _look_now(self, count: int, tensor: paddle.Tensor) -> None:
         """Compare a tensor while its values are those that were saved; it is not kept if its ticket
-        is awaited no more.
+        is not in the graph any more.
         """
         self._compare(count, tensor)
-        checksums = self._frame.checksums
-        if count not in self._frame.awaited:
+        ticket, checksums = self._tickets[count], self._frame.checksums
+        if ticket is None:
             self._kept[count] = None
         elif checksums.get(count) not in (None, _checksum(tensor)):
             self._note(count, f"({describe(tensor)}) has other values than in the first one")
@@ -362,43 +359,42 @@ class _Repetition:
     def _note(self, count: int, difference: str) -> None:
         """Note the first difference."""
         if self._difference is None:
-            place = f"saved tensor {count} of {self._frame.num_saved}"
+            place = f"saved tensor {count} of {len(self._tickets)}"
             self._difference = f"{place} {difference}"
 
-    def finish(self, outputs: list[paddle.Tensor]) -> None:
-        """Compare the two runs, and give the tensors to the frame; after them the `outputs` of
-        which it has tickets.
+    def finish(self) -> list[FrameTicket]:
+        """Compare the two runs, and give the tensors to the tickets; returns those.
 
         Raises:
             RecomputeError: They saved different tensors, and the check is on or a ticket has no
                 tensor.
         """
-        frame, kept, num_saved = self._frame, self._kept, self._frame.num_saved
-        if not self._is_careful and looks_of(kept) != frame.looks:
-            for count, tensor in enumerate(kept[:num_saved]):
+        kept, num_saved = self._kept, len(self._tickets)
+        if not self._is_careful and looks_of(kept) != self._frame.looks:
+            for count in range(min(len(kept), num_saved)):
                 # What was changed in place since raises when it is asked for.
-                if tensor is not None and version_of(tensor) == self._versions[count]:
-                    self._compare(count, tensor)
+                if version_of(kept[count]) == self._versions[count]:
+                    self._compare(count, kept[count])
         if len(kept) != num_saved:
             self._difference = self._difference or (
                 f"{num_saved} tensors were saved for the backward, now {len(kept)}"
             )
         is_matched = self._is_matched and len(kept) >= num_saved
-        must_fail = frame.parts[0][0].check or not is_matched
+        must_fail = self._frame.parts[0][0].check or not is_matched
         if self._difference is not None and must_fail:
             raise RecomputeError(
-                f"The second forward of {frame.name} is not a repetition of the first: "
+                f"The second forward of {self._frame.name} is not a repetition of the first: "
                 f"{self._difference}. {REPETITION_ADVICE}"
             )
-        numbers = [*range(num_saved), *range(-1, -len(outputs) - 1, -1)]
-        del kept[num_saved:], self._versions[num_saved:]
-        for output in outputs:
-            self.pack(output)
-        frame.kept = dict(zip(numbers, kept, strict=True))
-        frame.versions = dict(zip(numbers, self._versions, strict=True))
-        for number in frame.kept.keys() - frame.awaited:
-            del frame.kept[number]
-        frame.layouts = self._layouts
+        given = []
+        for ticket, tensor, version in zip(self._tickets, kept, self._versions, strict=False):
+            if ticket is not None:
+                ticket.tensor, ticket.version, ticket.layout = tensor, version, None
+                given.append(ticket)
+        for count, layout in self._layouts.items():
+            if (ticket := self._tickets[count]) is not None:
+                ticket.layout = layout
+        return given
 
 
 class _DiscardAll:

@@ -2,7 +2,7 @@
 
 Paddle (2.6, 3.x) allows one pair of ``paddle.autograd.saved_tensors_hooks`` at a time. Ours is a
 dispatcher: the innermost `Recorder` gets each tensor that an operator saves for its backward, and
-its result, a `Ticket`, replaces the tensor in the graph until the backward asks for it.
+its result, a `Kept`, replaces the tensor in the graph until the backward asks for it.
 
 **Threads.** The pair is in force in all threads of the process, but Paddle calls the hooks in the
 thread that runs the operator or the backward. So each thread has its own recorders, and what a
@@ -40,75 +40,56 @@ from paddle_recompute._paddle.saved_tensors import (
 from paddle_recompute.errors import RecomputeError
 
 
-class Ticket:
-    """Replaces a tensor in the graph that an operator saved."""
+class Kept:
+    """Replaces a tensor in the graph that an operator saved: a ticket. It keeps the tensor, with
+    the version check that Paddle has for tensors that it keeps.
+    """
 
-    __slots__ = ("is_for_engine",)
+    __slots__ = ("is_for_engine", "layout", "tensor", "version")
 
     is_for_engine: bool
-    """True if an operator of Paddle asks for the tensor; on Paddle 2.6 alone, else not set."""
-
-    def value(self, is_last: bool) -> paddle.Tensor:
-        """The tensor, as an object that is not used elsewhere: the engine may move the memory out
-        of it (2.6).
-
-        Args:
-            is_last: Whether it is asked for the last time.
-        """
-        raise NotImplementedError
-
-    def handed_out(
-        self, kept: paddle.Tensor, version: int, layout: Look | None, is_dropped: bool
-    ) -> paddle.Tensor:
-        """What `value` returns for the tensor `kept`, unless that was changed in place: the version
-        check that Paddle has for tensors that it keeps.
-
-        Args:
-            kept: The tensor.
-            version: Its version when it was kept.
-            layout: That of the tensor in whose place it is kept, if it is another.
-            is_dropped: Whether it is kept no longer.
-        """
-        if version_of(kept) != version:
-            raise RecomputeError(
-                f"A tensor ({describe(kept)}) that an operator saved for its backward was "
-                "changed in place afterwards. Change a copy instead."
-            )
-        if layout is not None:
-            kept = with_layout(kept, layout)
-        if not ENGINE_TAKES_MEMORY:
-            return kept if is_dropped else shares_memory(kept)
-        is_for_engine = getattr(self, "is_for_engine", False)
-        return memory_for_engine(kept) if is_for_engine else shares_memory(kept)
-
-
-class Kept(Ticket):
-    """A ticket that keeps the tensor."""
-
-    __slots__ = ("_tensor", "_version")
+    """Whether an operator of Paddle asks for it; on Paddle 2.6 alone."""
+    layout: Look | None
+    """That of the tensor in whose place it is kept, if it is another."""
+    tensor: paddle.Tensor | None
+    version: int
 
     def __init__(self, tensor: paddle.Tensor) -> None:
-        self._tensor: paddle.Tensor | None = without_graph(tensor)
-        self._version = version_of(self._tensor)
+        self.is_for_engine, self.layout = False, None
+        self.keep(tensor)
 
-    def value(self, is_last: bool) -> paddle.Tensor:
-        kept = self._tensor
+    def keep(self, tensor: paddle.Tensor) -> None:
+        """Keep `tensor`, without its graph: the same C++ tensor, hence the same version counter."""
+        kept = self.tensor = tensor.detach()
+        if not tensor.stop_gradient:
+            kept.stop_gradient = False  # a PyLayer may ask what it saved
+        self.version = version_of(kept)
+
+    def take(self, is_last: bool) -> paddle.Tensor:
+        """The tensor, unless it was changed in place; it is kept no longer if `is_last`."""
+        kept = self.tensor
         if kept is None:
             raise RecomputeError(
                 "A saved tensor was freed: its backward ran, or failed, without retain_graph=True."
             )
-        value = self.handed_out(kept, self._version, None, is_last)
+        if version_of(kept) != self.version:
+            raise RecomputeError(
+                f"A tensor ({describe(kept)}) that an operator saved for its backward was "
+                "changed in place afterwards. Change a copy instead."
+            )
+        if self.layout is not None:
+            kept = with_layout(kept, self.layout)
         if is_last:
-            self._tensor = None  # freed as in Paddle, even if the output is still referenced
-        return value
+            self.tensor = None  # freed as in Paddle, even if the output is still referenced
+            if not ENGINE_TAKES_MEMORY:
+                return kept
+        return memory_for_engine(kept) if self.is_for_engine else shares_memory(kept)
 
-
-def without_graph(tensor: paddle.Tensor) -> paddle.Tensor:
-    """The same C++ tensor, hence the same version counter."""
-    kept = tensor.detach()
-    if not tensor.stop_gradient:
-        kept.stop_gradient = False  # a PyLayer may ask what it saved
-    return kept
+    def value(self, is_last: bool) -> paddle.Tensor:
+        """The tensor, as an object that is not used elsewhere, because the engine may move the
+        memory out of it (2.6); `is_last`: nobody will ask for it again.
+        """
+        return self.take(is_last)
 
 
 def _keep(tensor: paddle.Tensor) -> Kept:
@@ -120,7 +101,7 @@ def _keep(tensor: paddle.Tensor) -> Kept:
 class Recorder(Protocol):
     """Receives the tensors that operators save."""
 
-    def pack(self, tensor: paddle.Tensor) -> Ticket | None:
+    def pack(self, tensor: paddle.Tensor) -> Kept | None:
         """Take `tensor`; the returned ticket replaces it in the graph. Should not raise."""
 
 
@@ -129,11 +110,11 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
-        self.pack: Callable[[paddle.Tensor], Ticket | None] = _keep
+        self.pack: Callable[[paddle.Tensor], Kept | None] = _keep
         """Of the innermost recorder."""
         self.is_known = False
         """Whether `_Pair` knows this thread as one that runs operators."""
-        self.issued: list[Ticket | None] = []
+        self.issued: list[Kept | None] = []
         """Paddle 2.6 only: the tickets issued since the outermost recording began."""
 
 
@@ -248,7 +229,7 @@ def _pack_and_note(tensor: paddle.Tensor) -> object:
     return ticket
 
 
-def _unpack(ticket: Ticket | None) -> paddle.Tensor:
+def _unpack(ticket: Kept | None) -> paddle.Tensor:
     try:
         if ticket is None:
             raise RecomputeError(

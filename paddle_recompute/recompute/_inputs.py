@@ -12,7 +12,7 @@ from paddle_recompute._nested import describe
 from paddle_recompute._paddle.backward import is_last_backward
 from paddle_recompute._paddle.layers import is_parameter
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute._hooks import Ticket
+from paddle_recompute.recompute._hooks import Kept
 from paddle_recompute.replay import Stamp, is_written_since
 
 
@@ -52,7 +52,7 @@ class Input:
             tensor = source
         elif isinstance(source, Link):
             tensor = outputs[source.part][source.leaf]
-        elif isinstance(source, Ticket):
+        elif isinstance(source, Kept):
             tensor = source.value(is_last_backward())
         else:
             tensor = source.load()

@@ -36,8 +36,8 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts",
-        "_members", "_num_buffers", "_readers", "_sizes", "_values", "layers", "places",
+        "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts", "_members",
+        "_num_buffers", "_num_read", "_readers", "_sizes", "_values", "layers", "places",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -50,10 +50,12 @@ class Snapshot:
         self._values: list[Any] = []
         self._num_buffers: list[int] = []
         self._exchanges_members = False
-        # Of each dict or list: what is read of it, and its length; all that is held, in one list.
+        # Of each dict or list: what is read of it, its length, and how many values were read, which
+        # a class may tell otherwise; all values, in one list.
         self._containers: list[Any] = []
         self._readers: list[Reader] = []
         self._sizes: list[int] = []
+        self._num_read: list[int] = []
         self._content: list[Any] = []
 
     def add(self, container: Any, reader: Reader, before: tuple[Any, ...]) -> None:
@@ -67,6 +69,7 @@ class Snapshot:
         self._containers += containers
         self._readers += readers
         self._sizes += map(len, containers)
+        self._num_read += map(len, before)
         self._content += _flat(before)
 
     def add_flags(self, layers: list[paddle.nn.Layer]) -> None:
@@ -122,12 +125,7 @@ class Snapshot:
     def _held(self) -> list[list[Any]]:
         """What each dict or list held."""
         content = iter(self._content)
-        return [
-            [*islice(content, _num_read(container, reader, size))]
-            for container, reader, size in zip(
-                self._containers, self._readers, self._sizes, strict=True
-            )
-        ]
+        return [[*islice(content, count)] for count in self._num_read]
 
     def _changed(self) -> dict[int, Place]:
         """The places that differ, made as they were, by the number of the container."""
@@ -207,7 +205,7 @@ class Snapshot:
             for number, place in reversed(changed.items()):
                 place.after_forward()
                 self.places.append(place)
-                for fields in (self._containers, self._readers, held, self._sizes):
+                for fields in (self._containers, self._readers, self._sizes, self._num_read, held):
                     del fields[number]
             self._content = [*_flat(held)]
         if not self._has_same_members():
@@ -262,13 +260,6 @@ class Snapshot:
     def _put_back_members(self) -> None:
         for entries, before in zip(self._member_dicts(), self._members_before(), strict=True):
             fill_dict(entries, before)
-
-
-def _num_read(container: Any, reader: Reader, size: int) -> int:
-    """How many values `reader` reads of a `container` of this size: `items_of` a dict are two."""
-    if reader[2] is not None:
-        return len(reader[0])
-    return 2 * size if isinstance(container, dict) else size
 
 
 def _is_same(container: Any, reader: Reader, before: list[Any], size: int) -> bool:

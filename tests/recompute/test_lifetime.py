@@ -300,8 +300,8 @@ def test_what_only_a_freed_output_needs_is_not_kept_in_the_backward() -> None:
     assert len(levels) == 1 and levels[0] - before <= 8 * ACTIVATION
 
 
-def test_a_saved_tensor_costs_the_collector_one_object() -> None:
-    """The more objects live from forward to backward, the more often the collector looks through
+def test_a_saved_tensor_costs_the_collector_two_objects() -> None:
+    """A ticket and a weak reference. The more objects live from forward to backward, the more often the collector looks through
     the whole heap: 0.1 s each time, in a process that has imported Paddle.
     """
 
@@ -324,4 +324,4 @@ def test_a_saved_tensor_costs_the_collector_one_object() -> None:
 
     ways: list[Any] = [recompute, lambda function, x: function(x)]
     ours, bare = (added(way, 60) - added(way, 10) for way in ways)
-    assert ours - bare <= 50
+    assert ours - bare <= 2 * 50

@@ -273,6 +273,22 @@ def test_a_failed_second_forward_puts_the_new_content_back() -> None:
     assert b is second is not first
 
 
+class Tokens(list[Tensor]):
+    """A cache whose length is not its number of items."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_list_with_a_length_of_its_own_does_not_shift_what_others_get_back() -> None:
+    cache, weights = Tokens([paddle.full([2], 2.0), paddle.full([2], 7.0)]), [paddle.full([2], 3.0)]
+    x = leaf(2)
+    y = recompute(lambda x: x * x * weights[0] + 0 * sum(cache), x)
+    weights[0] = new = paddle.full([2], 100.0)
+    y.sum().backward()
+    assert (x.grad == 6 * x).all() and weights[0] is new
+
+
 class Toggling(paddle.nn.Layer):
     """Its forward exchanges two sublayers, an attribute, and the items of a list."""
 
