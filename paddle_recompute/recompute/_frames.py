@@ -173,9 +173,10 @@ class Frame:
         link = self.link_to(tensor)
         if link is None:
             return None
+        ticket, look = self.pack(tensor), look_of(tensor)
         # No operator of the frame saves it: it is found by its link, not by its number.
-        ticket = self._ticket()
-        self._of_outputs.append((weakref.ref(ticket), link, look_of(tensor)))
+        self._of_outputs.append((self.tickets.pop(), link, look))
+        self._drop_looks(len(self.tickets))
         self.num_awaited += 1
         return ticket
 
@@ -186,27 +187,28 @@ class Frame:
                 ticket.failed = name
         for number in range(num_saved, len(self.tickets)):
             self.checksums.pop(number, None)
-        *fields, sizes = self.looks
-        for one in (self.tickets, *fields):
-            del one[num_saved:]
-        ends = [place for place, size in enumerate(sizes, 1) if size is None]
-        del sizes[ends[num_saved - 1] if num_saved else 0 :]
+        del self.tickets[num_saved:]
+        self._drop_looks(num_saved)
 
-    def _ticket(self) -> FrameTicket:
-        ticket = _new_ticket(FrameTicket)
-        ticket.frame, ticket.failed, ticket.tensor, ticket.layout = self, "", None, None
-        ticket.is_spent = ticket.is_for_engine = False
-        return ticket
+    def _drop_looks(self, number: int) -> None:
+        """Those of all but the first `number` tensors."""
+        *fields, sizes = self.looks
+        for one in fields:
+            del one[number:]
+        ends = [place for place, size in enumerate(sizes, 1) if size is None]
+        del sizes[ends[number - 1] if number else 0 :]
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
         dtypes, strides, offsets, sizes = self.looks
+        ticket = _new_ticket(FrameTicket)
+        ticket.frame, ticket.failed, ticket.tensor, ticket.layout = self, "", None, None
+        ticket.is_spent = ticket.is_for_engine = False
         dtypes.append(dtype_of(tensor))  # `look_of`, without a frame
         strides.append(None if tensor.is_contiguous() else tensor.strides)
         offsets.append(tensor.offset)
         sizes.extend(tensor.shape)  # a `paddle.Size` has an addition of its own
         sizes.append(None)
-        ticket = self._ticket()
         self.tickets.append(weakref.ref(ticket))
         if self._compares_values:
             self.checksums[len(self.tickets) - 1] = _checksum(tensor)

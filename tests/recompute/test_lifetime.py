@@ -301,8 +301,8 @@ def test_what_only_a_freed_output_needs_is_not_kept_in_the_backward() -> None:
 
 
 def test_a_saved_tensor_costs_the_collector_two_objects() -> None:
-    """A ticket and a weak reference. The more objects live from forward to backward, the more often the collector looks through
-    the whole heap: 0.1 s each time, in a process that has imported Paddle.
+    """A ticket and a weak reference. The more objects live from forward to backward, the more often
+    the collector looks through the whole heap: 0.1 s each time, in a process with Paddle.
     """
 
     def added(call: Way, depth: int) -> int:
