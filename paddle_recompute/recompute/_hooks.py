@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,14 +25,14 @@ from typing import Any, Protocol
 import paddle
 
 from paddle_recompute._nested import describe
-from paddle_recompute._paddle.backward import current_backward, hand_on
+from paddle_recompute._paddle.backward import Backward, current_backward, hand_on
 from paddle_recompute._paddle.saved_tensors import (
     ENGINE_TAKES_MEMORY,
     PACK_LEAKS_A_REFERENCE,
+    PY_LAYER_ASKS,
     Look,
     before_saved_tensors_hooks,
     give_back_pack_references,
-    is_asked_by_a_py_layer,
     memory_for_engine,
     shares_memory,
     version_of,
@@ -106,7 +107,7 @@ class Recorder(Protocol):
 
 
 class _Thread(threading.local):
-    """The recorders of a thread."""
+    """The recorders of a thread, and what a PyLayer asks for in its backward."""
 
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
@@ -116,6 +117,13 @@ class _Thread(threading.local):
         """Whether `_Pair` knows this thread as one that runs operators."""
         self.issued: list[Kept | None] = []
         """Paddle 2.6 only: the tickets issued since the outermost recording began."""
+        self.asking: Any = None
+        """The context of the last PyLayer that has asked, until the end of the backward."""
+        self.given: dict[Kept, paddle.Tensor] = {}
+        """What it got."""
+
+    def end_asking(self) -> None:
+        self.asking, self.given = None, {}
 
 
 _thread = _Thread()
@@ -237,19 +245,35 @@ def _unpack(ticket: Kept | None) -> paddle.Tensor:
                 "Move that part out of the recomputed function."
             )
         backward = current_backward()
-        value = ticket.value(backward is not None and not backward.retain_graph)
-        is_differentiated = backward is not None and backward.creates_graph
-        # Of an output, ``stop_gradient`` was not known yet when it was saved.
-        if is_differentiated and _may_need_gradient(value) and is_asked_by_a_py_layer():
-            raise RecomputeError(
-                "A PyLayer in a recomputed function cannot be differentiated twice: under "
-                "create_graph=True it would get what it saved without history, and the second "
-                "derivative may lack terms. Call the PyLayer outside of recompute."
-            )
-        return value
+        is_last = backward is not None and not backward.retain_graph
+        asker = sys._getframe(1)
+        if backward is None or asker.f_code is not PY_LAYER_ASKS:
+            return ticket.value(is_last)
+        return _value_for_py_layer(ticket, is_last, asker.f_locals["self"], backward)
     except BaseException as error:
         hand_on(error)
         raise
+
+
+def _value_for_py_layer(
+    ticket: Kept, is_last: bool, context: Any, backward: Backward
+) -> paddle.Tensor:
+    """The value for the PyLayer of `context`, which may ask several times in its backward."""
+    thread = _thread
+    if thread.asking is not context:
+        thread.asking, thread.given = context, {}
+        backward.at_end[id(thread)] = thread.end_asking
+    if ticket not in thread.given:
+        thread.given[ticket] = ticket.value(is_last)
+    value = thread.given[ticket]
+    # Of an output, ``stop_gradient`` was not known yet when it was saved.
+    if backward.creates_graph and _may_need_gradient(value):
+        raise RecomputeError(
+            "A PyLayer in a recomputed function cannot be differentiated twice: under "
+            "create_graph=True it would get what it saved without history, and the second "
+            "derivative may lack terms. Call the PyLayer outside of recompute."
+        )
+    return shares_memory(value)
 
 
 def _may_need_gradient(tensor: paddle.Tensor) -> bool:

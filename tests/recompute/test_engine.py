@@ -15,6 +15,7 @@ from paddle.autograd import PyLayer
 from paddle.nn import functional as F
 
 from paddle_recompute import recompute
+from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.gradients import on_gradient_added
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import recompute_wrapper
@@ -242,6 +243,19 @@ class Masked(PyLayer):
         return gradient * mask * (1 + x.stop_gradient), of_mask
 
 
+class OneByOne(PyLayer):
+    """Asks anew for each tensor that it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, y: paddle.Tensor) -> paddle.Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> Any:
+        return gradient * ctx.saved_tensor()[1], gradient * ctx.saved_tensor()[0]
+
+
 def both_of_two(x: paddle.Tensor, y: paddle.Tensor) -> Any:
     product, power = two_in_two_out.apply(x.tanh(), y.exp(), 3)
     return product.exp(), power
@@ -252,6 +266,12 @@ PY_LAYERS: dict[str, tuple[Any, list[bool]]] = {
     "whose apply is the function": (cus_tanh.apply, [False]),
     "that keeps a tensor on its context": (
         lambda x: WithNoise.apply(x.tanh()).exp(), [False],
+    ),
+    "that asks for each tensor by itself, before others ask": (
+        lambda x, y: OneByOne.apply(x.exp(), y.exp()), [False, False],
+    ),
+    "that asks for each tensor by itself, after all others": (
+        lambda x, y: OneByOne.apply(x, y).exp(), [False, False],
     ),
     "that asks what it saved whether it needs a gradient": (
         lambda x, mask: Masked.apply(x.tanh(), mask).exp(), [False, True],
@@ -264,6 +284,26 @@ PY_LAYERS: dict[str, tuple[Any, list[bool]]] = {
 def test_py_layers(run: Run, which: str) -> Seen:
     function, stop_gradients = PY_LAYERS[which]
     return step(run, function, *[leaf(3, 4, stop_gradient=stop) for stop in stop_gradients])
+
+
+def test_a_py_layer_that_asks_twice_runs_nothing_again_and_keeps_nothing() -> None:
+    calls: list[int] = []
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        calls.append(1)
+        return OneByOne.apply(x.exp(), x.tanh())
+
+    x = leaf(64, 64)
+    held = []
+    for run in (plain, recompute):
+        before = memory.current_bytes()
+        y = run(function, x)
+        y.sum().backward()
+        held.append(memory.current_bytes() - before)
+        del y
+        x.clear_gradient()
+    assert len(calls) == 3  # one plain call, and two
+    assert held[1] <= held[0]
 
 
 @case("a PyLayer inside: cus_tanh of the article")
