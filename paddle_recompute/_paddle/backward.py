@@ -23,6 +23,8 @@ class Backward:
         creates_graph: Whether its result may be differentiated again.
         error: The Python exception that a hook raised, for `watch_backward` to hand on.
         at_end: Called, each once, when the engine has ended.
+        py_layer: The context of the last PyLayer that has asked for what it saved.
+        given: What it got, by ticket.
     """
 
     retain_graph: bool
@@ -30,6 +32,8 @@ class Backward:
     creates_graph: bool = False
     error: BaseException | None = None
     at_end: dict[int, Callable[[], None]] = field(default_factory=dict)
+    py_layer: Any = None
+    given: dict[Any, paddle.Tensor] = field(default_factory=dict)
 
 
 class _Running(threading.local):

@@ -107,7 +107,7 @@ class Recorder(Protocol):
 
 
 class _Thread(threading.local):
-    """The recorders of a thread, and what a PyLayer asks for in its backward."""
+    """The recorders of a thread."""
 
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
@@ -117,13 +117,6 @@ class _Thread(threading.local):
         """Whether `_Pair` knows this thread as one that runs operators."""
         self.issued: list[Kept | None] = []
         """Paddle 2.6 only: the tickets issued since the outermost recording began."""
-        self.asking: Any = None
-        """The context of the last PyLayer that has asked, until the end of the backward."""
-        self.given: dict[Kept, paddle.Tensor] = {}
-        """What it got."""
-
-    def end_asking(self) -> None:
-        self.asking, self.given = None, {}
 
 
 _thread = _Thread()
@@ -259,13 +252,11 @@ def _value_for_py_layer(
     ticket: Kept, is_last: bool, context: Any, backward: Backward
 ) -> paddle.Tensor:
     """The value for the PyLayer of `context`, which may ask several times in its backward."""
-    thread = _thread
-    if thread.asking is not context:
-        thread.asking, thread.given = context, {}
-        backward.at_end[id(thread)] = thread.end_asking
-    if ticket not in thread.given:
-        thread.given[ticket] = ticket.value(is_last)
-    value = thread.given[ticket]
+    if backward.py_layer is not context:
+        backward.py_layer, backward.given = context, {}
+    if ticket not in backward.given:
+        backward.given[ticket] = ticket.value(is_last)
+    value = backward.given[ticket]
     # Of an output, ``stop_gradient`` was not known yet when it was saved.
     if backward.creates_graph and _may_need_gradient(value):
         raise RecomputeError(
