@@ -240,9 +240,12 @@ def _unpack(ticket: Kept | None) -> paddle.Tensor:
         backward = current_backward()
         is_last = backward is not None and not backward.retain_graph
         asker = sys._getframe(1)
-        if backward is None or asker.f_code is not PY_LAYER_ASKS:
-            return ticket.value(is_last)
-        return _value_for_py_layer(ticket, is_last, asker.f_locals["self"], backward)
+        if backward is not None:
+            if asker.f_code is PY_LAYER_ASKS:
+                return _value_for_py_layer(ticket, is_last, asker.f_locals["self"], backward)
+            if backward.given:  # another operator asks: the backward of that PyLayer is over
+                backward.py_layer, backward.given = None, {}
+        return ticket.value(is_last)
     except BaseException as error:
         hand_on(error)
         raise

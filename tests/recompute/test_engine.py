@@ -306,6 +306,21 @@ def test_a_py_layer_that_asks_twice_runs_nothing_again_and_keeps_nothing() -> No
     assert held[1] <= held[0]
 
 
+def test_what_a_py_layer_got_is_gone_when_the_next_function_runs_again() -> None:
+    held: list[int] = []
+
+    def first(x: paddle.Tensor) -> paddle.Tensor:
+        held.append(memory.current_bytes())
+        return x.exp()
+
+    for second in (paddle.tanh, cus_tanh.apply):
+        x = leaf(64, 64)
+        y = recompute(lambda x, tanh=second: tanh(x.exp()), recompute(first, x))
+        y.sum().backward()
+        del y
+    assert held[3] - held[2] <= held[1] - held[0]
+
+
 @case("a PyLayer inside: cus_tanh of the article")
 def test_cus_tanh(run: Run) -> Seen:
     linear, x = paddle.nn.Linear(4, 4), leaf(3, 4)
