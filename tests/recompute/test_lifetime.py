@@ -18,6 +18,7 @@ from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.recompute import recompute_wrapper
 from tests.processes import python
 from tests.recompute.contract import Run, Seen, case, leaf, plain
+from tests.recompute.test_engine import OneByOne, cus_tanh
 
 BATCH, WIDTH = 256, 64
 ACTIVATION = 4 * BATCH * WIDTH  # bytes of one float32 tensor
@@ -298,6 +299,33 @@ def test_what_only_a_freed_output_needs_is_not_kept_in_the_backward() -> None:
     before = _memory.current_bytes()
     used.sum().backward()
     assert len(levels) == 1 and levels[0] - before <= 8 * ACTIVATION
+
+
+def test_what_a_py_layer_got_is_gone_after_the_backward() -> None:
+    held = []
+    for run in (plain, recompute):
+        x = input_tensor()
+        before = _memory.current_bytes()
+        y = run(lambda x: OneByOne.apply(x.exp(), x.tanh()), x)
+        y.sum().backward()
+        held.append(_memory.current_bytes() - before)
+        del y
+    assert held[1] <= held[0]
+
+
+def test_what_a_py_layer_got_is_gone_when_the_next_function_runs_again() -> None:
+    held: list[int] = []
+
+    def first(x: paddle.Tensor) -> paddle.Tensor:
+        held.append(_memory.current_bytes())
+        return x.exp()
+
+    for second in (paddle.tanh, cus_tanh.apply):
+        x = input_tensor()
+        y = recompute(lambda x, tanh=second: tanh(x.exp()), recompute(first, x))
+        y.sum().backward()
+        del y
+    assert held[3] - held[2] <= held[1] - held[0]
 
 
 def test_a_saved_tensor_costs_the_collector_two_objects() -> None:
