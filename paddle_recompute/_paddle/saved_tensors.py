@@ -77,7 +77,7 @@ def look_of(tensor: paddle.Tensor) -> Look:
     2.6 end the process where the strides of such a tensor are asked. Both are contiguous.
     """
     strides = None if tensor.is_contiguous() else tensor.strides
-    return dtype_of(tensor), strides, tensor.offset, [*tensor.shape]
+    return dtype_of(tensor), strides, tensor.offset, tensor.shape
 
 
 Looks = tuple[list[Any], list[Any], list[Any], list[Any]]
@@ -110,6 +110,15 @@ def each_look(looks: Looks) -> list[Look]:
         else:
             shapes[-1].append(size)
     return [*zip(dtypes, strides, offsets, shapes[:-1], strict=True)]
+
+
+def keep_looks(looks: Looks, number: int) -> None:
+    """Keep the first `number` of those that lie side by side."""
+    *fields, sizes = looks
+    for one in fields:
+        del one[number:]
+    ends = [place for place, size in enumerate(sizes, 1) if size is None]
+    del sizes[ends[number - 1] if number else 0 :]
 
 
 _is_contiguous = core.eager.Tensor.is_contiguous

@@ -46,6 +46,7 @@ from paddle_recompute._paddle.saved_tensors import (
     dtype_in,
     dtype_of,
     each_look,
+    keep_looks,
     look_of,
     looks_of,
     version_of,
@@ -176,7 +177,7 @@ class Frame:
         ticket, look = self.pack(tensor), look_of(tensor)
         # No operator of the frame saves it: it is found by its link, not by its number.
         self._of_outputs.append((self.tickets.pop(), link, look))
-        self._drop_looks(len(self.tickets))
+        keep_looks(self.looks, len(self.tickets))
         self.num_awaited += 1
         return ticket
 
@@ -188,15 +189,7 @@ class Frame:
         for number in range(num_saved, len(self.tickets)):
             self.checksums.pop(number, None)
         del self.tickets[num_saved:]
-        self._drop_looks(num_saved)
-
-    def _drop_looks(self, number: int) -> None:
-        """Those of all but the first `number` tensors."""
-        *fields, sizes = self.looks
-        for one in fields:
-            del one[number:]
-        ends = [place for place, size in enumerate(sizes, 1) if size is None]
-        del sizes[ends[number - 1] if number else 0 :]
+        keep_looks(self.looks, num_saved)
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
