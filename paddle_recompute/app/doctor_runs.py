@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import paddle
 
 from paddle_recompute._files import write_json
 from paddle_recompute.app.config import Config, sync_arguments
@@ -19,7 +16,7 @@ from paddle_recompute.app.trainer import (
     seeded_model,
 )
 from paddle_recompute.distributed import barrier, values_of_ranks
-from paddle_recompute.doctor import doctor, self_test
+from paddle_recompute.doctor import doctor
 from paddle_recompute.grad_sync import GradientSync
 
 _MOST_PAIRS = 16
@@ -67,30 +64,3 @@ def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
         say(str(report))
         write_json(config.train.output_dir / "doctor.json", report.to_dict())
     return report.to_dict()
-
-
-def write_self_test(
-    output: Path, *, device: str | None, say: Callable[[str], Any]
-) -> dict[str, Any]:
-    """Run the self-test on `device` (None: Paddle's choice) and write its result.
-
-    Returns:
-        It; ``ok`` says whether all cases are right.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
-    if device is not None:
-        paddle.set_device(device)
-    say("Running the self-test")
-    result = self_test()
-    cases = result["cases"]
-    for case in cases:
-        if not case["ok"]:
-            say(f"{case['title']}: {case['fault']}")
-    say(
-        f"{sum(case['ok'] for case in cases)} of {len(cases)} cases are right on "
-        f"{result['device']}, Paddle {result['paddle']}; attach {output} to a report"
-    )
-    write_json(output, result)
-    return result

@@ -2,17 +2,14 @@
 
 `doctor` (`examination`) makes steps of a model on one batch, from the same state: `observation`
 notes what a step does, `checks` compares two of them, `across_ranks` the ranks. Each fault is a
-`Finding` of the `DoctorReport`, with the first sublayer that differs. `self_test` tests the library
-itself on the user's device: cases of its own, and models that `doctor` examines.
+`Finding` of the `DoctorReport`, with the first sublayer that differs.
 """
 
 from paddle_recompute.doctor.examination import doctor
 from paddle_recompute.doctor.report import DoctorReport, Finding
-from paddle_recompute.doctor.self_test import self_test
 
 __all__ = [
     "DoctorReport",
     "Finding",
     "doctor",
-    "self_test",
 ]

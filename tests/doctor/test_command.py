@@ -7,16 +7,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import paddle
 import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from paddle_recompute import is_recomputing
 from paddle_recompute.app import cli
-from paddle_recompute.doctor import self_test
 from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.processes import outside_of_ranks, python
 
@@ -128,46 +124,15 @@ def test_a_warning_alone_ends_with_exit_code_0(called: Callable[..., Result]) ->
     assert "ok: no fault found" in result.output
 
 
-def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
-    file = tmp_path / "self_test.json"
-    result = CliRunner().invoke(
-        cli.main, ["doctor", "--self-test", "--output", str(file), "--json"]
-    )
-    assert result.exit_code == 0, result.output
-    report = json.loads(file.read_text())
-    assert json.loads(result.output.splitlines()[-1]) == report
-    assert report["ok"]
-    assert {"paddle", "python", "device", "machine", "seconds", "cases"} <= report.keys()
-    assert len(report["cases"]) == 5
-    assert all({"title", "ok", "seconds", "fault"} <= case.keys() for case in report["cases"])
-
-
-def test_the_self_test_names_what_is_wrong_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = paddle.nn.Linear.forward
-
-    def other_when_repeated(self: Any, x: Any) -> Any:
-        return forward(self, x) * (1.5 if is_recomputing() else 1.0)
-
-    monkeypatch.setattr(paddle.nn.Linear, "forward", other_when_repeated)
-    report = self_test()
-    faults = {case["title"]: case["fault"] for case in report["cases"]}
-    assert not report["ok"]
-    assert "second_forward_differs" in faults["an encoder of three layers"]
-    assert not faults["an embedding and an LSTM, whose first inputs need no gradient"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "--config FILE, or --self-test"),
-        (["--self-test", "--config", "a.yaml"], "--config: has no effect with --self-test"),
-        (["--self-test", "train.max_steps=1"], "train.max_steps=1: has no effect"),
         (["--config", "a.yaml", "--parity"], "--parity is gone: call paddle-recompute parity"),
-        (["--config", "a.yaml", "--device", "cpu"], "--device is for --self-test"),
+        (["--self-test"], "--self-test is gone: call python -m benchmarks.self_test"),
         (["--config", "a.yaml", "--output", "a.yaml"], "--output a.yaml: must end in .json"),
     ],
 )
-def test_what_has_no_effect_is_refused(arguments: list[str], words: str) -> None:
+def test_refused_options(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(cli.main, ["doctor", *arguments])
     assert result.exit_code == 2
     assert words in result.output

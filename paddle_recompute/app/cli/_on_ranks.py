@@ -20,7 +20,6 @@ from paddle_recompute.app.cli._process import (
     configured,
     is_main_rank,
     number,
-    prepare_one_process,
     refused,
     words_apart,
 )
@@ -128,19 +127,15 @@ def parity(config_file: str, steps: int, as_json: bool, overrides: tuple[str, ..
 
 
 @configured(
-    click.option("--self-test", "runs_self_test", is_flag=True, help="Test the library instead."),
     click.option("--output", metavar="FILE", help="Where the report goes, a .json file."),
-    click.option("--device", default=None, help="With --self-test: gpu, cpu, ..."),
     refused("--parity", "is gone: call paddle-recompute parity, too"),
+    refused("--self-test", "is gone: call python -m benchmarks.self_test in a checkout"),
     as_json,
-    required=False,
     interrupted="interrupted; all ranks have ended",
 )
 def doctor(
-    config_file: str | None,
-    runs_self_test: bool,
+    config_file: str,
     output: str | None,
-    device: str | None,
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
@@ -150,25 +145,9 @@ def doctor(
 
     Trains a few steps on one batch, and names the first sublayer that differs. Exits with code 1 if
     a fault is found. A warning, such as a parameter that the loss does not use, leaves the code 0.
-    --self-test examines models of its own on this device and writes
-    paddle_recompute_self_test.json.
     """
     if output is not None and Path(output).suffix != ".json":
         raise ConfigError(f"--output {output}: must end in .json; any file there is replaced")
-    if runs_self_test:
-        if given := ["--config"] * bool(config_file) + list(overrides):
-            raise ConfigError(f"{given[0]}: has no effect with --self-test; remove one of them")
-        prepare_one_process("Testing the library on this device")
-        from paddle_recompute.app.doctor_runs import write_self_test
-
-        file = Path(output or "paddle_recompute_self_test.json")
-        with words_apart(as_json):
-            result = write_self_test(file, device=device, say=click.echo)
-        return _end_with(result, as_json)
-    if config_file is None:
-        raise ConfigError("doctor needs --config FILE, or --self-test")
-    if device is not None:
-        raise ConfigError("--device is for --self-test; with --config set launch.device")
 
     def examine(config: Config) -> dict[str, Any]:
         from paddle_recompute.app.doctor_runs import examine

@@ -53,11 +53,11 @@ def command(*options: Option, interrupted: str = "interrupted") -> Callable[[Any
 
 
 def configured(
-    *options: Option, required: bool = True, interrupted: str = "interrupted"
+    *options: Option, interrupted: str = "interrupted"
 ) -> Callable[[Any], click.Command]:
     """As `command`, with ``--config`` first and overrides last."""
     config = click.option(
-        "--config", "config_file", required=required, metavar="FILE", help="A YAML file."
+        "--config", "config_file", required=True, metavar="FILE", help="A YAML file."
     )
     overrides = click.argument(
         "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_settings

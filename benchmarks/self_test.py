@@ -1,21 +1,27 @@
-"""A test of the library on the user's device. A GPU user runs it first.
+"""A test of the library on the user's device, in about two minutes. A GPU user runs it first.
 
 Each case is a model that `doctor` examines there.
+
+    python -m benchmarks.self_test --device gpu --output self_test.json
 """
 
 from __future__ import annotations
 
+import argparse
 import platform
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import paddle
 from paddle import nn
 
+from paddle_recompute._files import write_json
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache
-from paddle_recompute.doctor.examination import doctor
+from paddle_recompute.doctor import doctor
 from paddle_recompute.options import RecomputeConfig
 
 _WIDTH = 16
@@ -133,3 +139,28 @@ _CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "a gradient cache": _grad_cache,
 }
 """By title: returns the arguments of `doctor`."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run all cases, print and write their results; the code to exit with."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", help="gpu, cpu, ...; Paddle's choice if not given")
+    parser.add_argument("--output", type=Path, default=Path("paddle_recompute_self_test.json"))
+    given = parser.parse_args(arguments)
+    if given.device is not None:
+        paddle.set_device(given.device)
+    result = self_test()
+    for case in result["cases"]:
+        if not case["ok"]:
+            print(f"{case['title']}: {case['fault']}")
+    num_right = sum(case["ok"] for case in result["cases"])
+    print(
+        f"{num_right} of {len(result['cases'])} cases are right on {result['device']}, Paddle "
+        f"{result['paddle']}; attach {given.output} to a report"
+    )
+    write_json(given.output, result)
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
