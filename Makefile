@@ -199,29 +199,27 @@ lint: venv
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-# Each prints a table and writes it to benchmarks/results. sync and sync_scaling make networks of
-# slow links, for which they need root and iproute2; sync_cost_model is a library of the latter.
-# batch_size_study takes an hour and a half, and goes on where it stopped: make bench-batch_size_study
+# Each prints a table and writes it to benchmarks/results. sync makes networks of slow links, for
+# which it needs root and iproute2.
 # *_vs_sentence_transformers make an environment with torch, .venv-torch.
 bench: venv
 	@for script in benchmarks/[a-z]*.py; do \
 	    module=benchmarks.$$(basename $$script .py); \
 	    case $$module in \
-	        *.sync_cost_model|*.batch_size_study) continue;; \
 	        *_vs_sentence_transformers|*.retrieval_demo|*.host|*.third_party|*.peers|*.paddle_restart) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
-	        *.sync|*.sync_scaling) [ $$(id -u) = 0 ] || { echo "=== $$module: left out, needs root"; continue; };; \
+	        *.sync) [ $$(id -u) = 0 ] || { echo "=== $$module: left out, needs root"; continue; };; \
 	    esac; \
 	    echo "=== python -m $$module"; \
 	    .venv/bin/python -m $$module || exit 1; \
 	done
 
 # One of them: make bench-contrastive (peak memory and time per pair of large batches),
-# bench-control_plane, bench-failures,
-# bench-batch_size_study, bench-compile, bench-peers_that_die, bench-static_graph, bench26-static_graph,
-# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-matrix,
+# bench-failures,
+# bench-compile, bench-peers_that_die, bench-static_graph, bench26-static_graph,
+# bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-matrix,
 # bench26-matrix, bench-mine, bench-offload,
 # bench-paddle_restart,
-# bench-real_models, bench-recompute_cost, bench-sharding, bench-sharding_parameters, bench-sharding_runs, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
+# bench-real_models, bench-recompute_cost, bench-sharding, bench-sharding_parameters, bench-sharding_runs, bench-sync, bench-sync_matrix, bench-third_party, bench-peers; with Paddle 2.6:
 # make bench26-sync_matrix
 bench-%: venv
 	.venv/bin/python -m benchmarks.$*

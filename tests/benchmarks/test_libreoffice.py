@@ -1,12 +1,9 @@
-"""The mining, the split and the order of runs of `benchmarks.batch_size_study`."""
+"""The sentence pairs of LibreOffice: reading, and a split that repeats no page and no text."""
 
 from __future__ import annotations
 
 import struct
 
-import numpy as np
-
-from benchmarks._batch_size_runs import batches
 from benchmarks._libreoffice import (
     PagePair,
     paragraphs,
@@ -86,12 +83,3 @@ def test_no_page_and_no_text_is_on_two_sides() -> None:
     assert sum(map(len, sides)) + split.num_left_out == len(found)
     queries = [normal_form(pair.query) for side in sides for pair in side]
     assert len(set(queries)) == len(queries)
-
-
-def test_all_batch_sizes_read_the_same_pairs_in_the_same_order() -> None:
-    num_pairs = 150
-    small = np.concatenate(list(batches(num_pairs, 16, 32, seed=3)))
-    large = np.concatenate(list(batches(num_pairs, 256, 2, seed=3)))
-    assert np.array_equal(small, large)
-    assert sorted(small[:num_pairs]) == list(range(num_pairs))
-    assert not np.array_equal(small, np.concatenate(list(batches(num_pairs, 16, 32, seed=4))))
