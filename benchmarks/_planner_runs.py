@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import (
     PLAIN,
-    Choice,
     Job,
     RecomputePlan,
     StepCosts,
@@ -33,6 +31,7 @@ from paddle_recompute.planner import (
     uniform,
     within_budget,
 )
+from paddle_recompute.planner.solve import Units
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step import TrainStep
 
@@ -42,7 +41,6 @@ CONFIG = "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
 class Dygraph:
     """Steps of a model in dygraph."""
 
-    refine = False
     clock = staticmethod(time.process_time)
     """The machine is shared; a dygraph step is computed by this thread."""
 
@@ -117,7 +115,6 @@ class Dygraph:
 class Static:
     """Steps of Programs of a model: one Program at a time beside the plain one."""
 
-    refine = True
     clock = staticmethod(time.perf_counter)
     """The threads of the executor wait actively, so CPU time says nothing."""
 
@@ -209,16 +206,13 @@ def program_config(accumulate_steps: int, recomputes: bool) -> Config:
     )
 
 
-def hand_policies(costs: StepCosts) -> dict[str, tuple[Choice, ...]]:
+def hand_policies(costs: StepCosts) -> dict[str, Units]:
     """What users write today."""
     configs = {
         "all": RecomputeConfig(),
         "every 2nd": RecomputeConfig(policy="every_n"),
         "every 3rd": RecomputeConfig(policy="every_n", every_n=3),
     }
-    layers = len({call.layer for call in costs.calls})
-    if layers > 2 and all(call.follows is not None for call in costs.calls[1:layers]):
-        configs["segments"] = RecomputeConfig(policy="segments")
     return {name: choices_of_policy(costs, one) for name, one in configs.items()}
 
 
@@ -243,21 +237,21 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
         job = Job(paddle.nn.Identity(), batch, case.loss)
         gc.collect()
 
-    def plan_of(choices: tuple[Choice, ...]) -> RecomputePlan:
+    def plan_of(choices: Units) -> RecomputePlan:
         return RecomputePlan(2**50, costs, choices, signature, case.checkpoints)
 
     plain = plan_of(uniform(costs, PLAIN))
     runs: Dygraph | Static = Static(case, job, rounds, plain) if mode == "static" else warm
     policies = hand_policies(costs)
     if case.is_large:
-        kept = ("all", "every 2nd", "segments")
+        kept = ("all", "every 2nd")
         policies = {key: one for key, one in policies.items() if key in kept}
     hands = {key: plan_of(choices) for key, choices in policies.items()}
     peaks = {key: runs.peaks(hand)[0] for key, hand in hands.items()}
     plain_peak = runs.peaks(plain)[0]
     if mode == "static":  # what a Program takes more or less than a step in dygraph
         costs = replace(costs, excess=plain_peak - plain.peak_bytes)
-    least = plan_of(smallest(costs).choices)
+    least = plan_of(smallest(costs).whole)
     low = min(runs.peaks(least)[0], min(peaks.values()))
     plans: dict[str, RecomputePlan] = {}
     rows: dict[str, dict[str, Any]] = {}
@@ -277,11 +271,11 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
                 budget,
                 signature=signature,
                 checkpoints=case.checkpoints,
-                least_factor=math.inf if runs.refine else 1.0,
+                or_smallest=True,
             )
             row["solving"] = time.process_time() - start
             row["first"] = made.peak_bytes
-            made = within_budget(made, peak, refine=runs.refine)
+            made = within_budget(made, peak)
         except PlanError as error:
             rows[str(number)] = row | {"refused": str(error)[:200]}
             continue
@@ -311,7 +305,6 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
         "plain measured": plain_peak,
         "smallest": low,
         "calls": len(costs.calls),
-        "kinds": len({call.kind for call in costs.calls}),
         "probing / plain step": probing / plain_seconds,
         "collecting / plain step": collecting / plain_seconds,
         "rows": list(rows.values()),

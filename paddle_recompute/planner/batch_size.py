@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,21 +10,11 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute.errors import PlanError
-from paddle_recompute.planner.costs import (
-    BYTES,
-    PLAIN,
-    CallCost,
-    Merge,
-    StepCosts,
-    combined,
-    have_same_calls,
-)
+from paddle_recompute.planner.costs import StepCosts, combined, have_same_calls
 from paddle_recompute.planner.job import Job, check_count
-from paddle_recompute.planner.step_costs import Progress
+from paddle_recompute.planner.measure import Progress
 
-AtRows = Callable[[Sequence[int], Sequence[int], int], float]
-"""``bytes_at(sizes, values, rows)``: the value at `rows` rows, from those at three sizes."""
-_SCALED = {"base", "held", "frees_input", "input_bytes", "output_bytes", *BYTES}
+_SCALED = {"base", "held", "kept", "rise", "peak", "level"}
 """Fields with bytes that grow with the rows."""
 
 
@@ -85,28 +75,13 @@ def extrapolated(probes: dict[int, StepCosts], rows: int) -> StepCosts:
     if not have_same_calls(known):
         raise PlanError("the step makes other calls with another batch, so it cannot be scaled")
 
-    def scaled(bytes_at: AtRows) -> Merge:
-        def merge(name: str, values: Sequence[Any]) -> Any:
-            if name == "seconds":
-                # In proportion: a line through two short times would be all noise.
-                return values[-1] * rows / sizes[-1]
-            return round(bytes_at(sizes, values, rows)) if name in _SCALED else values[0]
+    def merge(name: str, values: Sequence[Any]) -> Any:
+        if name in ("seconds", "time", "recomputed_seconds"):
+            # In proportion: a line through two short times would be all noise.
+            return values[-1] * rows / sizes[-1]
+        return round(_quadratic(sizes, values, rows)) if name in _SCALED else values[0]
 
-        return merge
-
-    def call(several: Sequence[CallCost]) -> CallCost:
-        # The peak of a block for a few rows may be that of its weights' gradients: a parabola would
-        # take the change to that of its activations for a bend. What it keeps has no such change,
-        # and bends only if rows meet inside the block.
-        kept = [one.options[PLAIN].kept for one in several]
-        of_options = scaled(_line if _is_straight(sizes, kept) else _quadratic)
-        options = combined([one.options for one in several], of_options, "options")
-        found: CallCost = combined(several, scaled(_quadratic))
-        return replace(found, options=options)
-
-    step: StepCosts = combined(known, scaled(_quadratic))
-    calls = tuple(call(several) for several in zip(*(one.calls for one in known), strict=True))
-    return replace(step, calls=calls)
+    return combined(known, merge)  # type: ignore[no-any-return]
 
 
 def _quadratic(sizes: Sequence[int], values: Sequence[int], at: int) -> float:

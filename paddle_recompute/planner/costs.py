@@ -1,49 +1,20 @@
-"""What was measured of a step: bytes and seconds, as plain data that JSON can hold.
+"""What was measured of a step, as plain data that JSON can hold, and what it takes under choices.
 
-A step is a sequence of events: a call of a block begins and ends (`Forward`), its backward begins
-and ends (`Backward`), the step ends. Between them runs everything else (embedding, head, loss).
-All levels are bytes above the start of the step, measured on a *skeleton* of it: every call keeps
-its input and nothing else. What the calls keep in truth, and how high they reach, is measured
-apart (`OptionCost`), and `simulate` puts the two together.
+One real step is measured, with every call of a block recomputed (`measure`). A plain call keeps its
+activations from its forward to its backward, and has no second forward: so the bytes of a step in
+which some calls are plain are those of the measured one, plus what these calls keep at the time.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from paddle_recompute.errors import PlanError
 
 PLAIN = "plain"
 WHOLE = "whole"
-BYTES = ("before", "enter", "kept", "forward_peak", "backward_peak", "repeated")
-"""Fields of `Event` and `OptionCost` that more rows, or another rank, may raise."""
-
-
-@dataclass(frozen=True)
-class OptionCost:
-    """One call of a block under one option; bytes above the level before the call.
-
-    Attributes:
-        kept: Bytes from the end of the forward to the backward, beyond input and output.
-        forward_peak: Most bytes during the forward, the output included.
-        backward_peak: Most bytes during the backward, with the gradients of output, input and
-            parameters and, if it is recomputed, with all that is computed again.
-        seconds: Of forward and backward.
-        keeps_output: Whether the call itself keeps its output until its backward.
-        frees_input: Bytes of its inputs that it does not keep, because it keeps a copy of them.
-        repeated: Bytes that are computed again and held in its backward, between its operators.
-    """
-
-    kept: int
-    forward_peak: int
-    backward_peak: int
-    seconds: float
-    keeps_output: bool = False
-    frees_input: int = 0
-    repeated: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,49 +26,72 @@ class CallCost:
         number: Which call of this Layer in its pass it is, from 0.
         pass_number: The pass that it is of: all forwards and backwards until no forward waits for
             its backward any more. A step has one pass, or one for each chunk of a gradient cache.
-        input_bytes: Inputs that nothing but this call would keep.
-        output_bytes: Its outputs.
-        output_is_kept: Whether something other than the call keeps its output, under all options:
-            a later call whose input it is, or an operator between the blocks.
-        follows: The call before it whose output is its input; None if there is none.
-        gradients: Bytes of the gradient of each of its parameters, by name.
-        options: The costs of each option.
+        kept: Bytes that it keeps until its backward if it is plain, beyond those that it keeps if
+            it is recomputed.
+        rise: Most bytes during a plain forward, above the level at its begin.
+        seconds: That its recompute takes.
     """
 
     layer: str
     number: int
     pass_number: int
-    input_bytes: int
-    output_bytes: int
-    output_is_kept: bool
-    follows: int | None
-    gradients: dict[str, int]
-    options: dict[str, OptionCost]
+    kept: int = 0
+    rise: int = 0
+    seconds: float = 0.0
 
     @property
     def name(self) -> str:
         """``encoder.layers.3``, or ``encoder.layers.3#2`` for its second call."""
         return f"{self.layer}#{self.number + 1}" if self.number else self.layer
 
+    @property
+    def unit(self) -> tuple[str, int]:
+        """What a plan treats alike: this call in all passes."""
+        return self.layer, self.number
+
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens in a step.
+    """What ends here, with every call recomputed; bytes above the start of the step.
 
     Attributes:
-        kind: ``forward`` or ``backward`` of a call, that its backward is ``done`` or the graph over
-            it was ``dropped``; ``update`` of the optimizer, or ``end``.
-        call: Number of the call; -1 for ``update`` and ``end``.
-        before: The peak since the event before.
-        enter: The level at its begin.
-        seconds: Time since the event before.
+        kind: The first ``forward`` or the second one (``again``) of a call; ``before`` either: what
+            ran since the event before, such as the backward of another call; ``end``, ``update``.
+        call: Number of the call; -1 for ``end`` and ``update``.
+        peak: Since the event before.
+        level: At this event.
+        where: For people.
+        time: Since the start of the step, in seconds.
     """
 
-    kind: Literal["forward", "backward", "done", "dropped", "update", "end"]
+    kind: Literal["before forward", "forward", "before again", "again", "end", "update"]
     call: int
-    before: int
-    enter: int
-    seconds: float = 0.0
+    peak: int
+    level: int
+    where: str
+    time: float = 0.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """A peak of the timeline: where, all bytes that are held, and those that plain calls keep."""
+
+    where: str
+    bytes: int
+    kept: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The bytes of one step, point by point, and its seconds."""
+
+    points: tuple[Point, ...]
+    seconds: float
+
+    @property
+    def peak(self) -> Point:
+        """The point with the most bytes."""
+        return max(self.points, key=lambda point: point.bytes)
 
 
 @dataclass(frozen=True)
@@ -106,34 +100,34 @@ class StepCosts:
 
     Attributes:
         base: Bytes held at the start of each step: the parts of `held`, and what else there is.
-        held: The parts of `base` that are known: parameters, moments, masters, batch.
+        held: The parts of `base` that are known: parameters, moments, masters, batch, gradients.
         calls: The calls of blocks, in the order of their forwards.
         events: What happens in a step, in order.
+        recomputed_seconds: Of a step with every call recomputed.
         excess: Bytes that a verified step took beyond its prediction.
-        keeps_gradients: Whether `base` has the gradients, to which each backward adds.
-        ranks: Over how many ranks optimizer state and parameters could be spread.
-        state: Bytes of moments and masters on a rank: ``"replicated"``, and ``"sharded"`` over
-            `ranks` (`ShardedOptimizer`), where the largest share counts.
     """
 
     base: int
     held: dict[str, int]
     calls: tuple[CallCost, ...]
     events: tuple[Event, ...]
+    recomputed_seconds: float = 0.0
     excess: int = 0
-    keeps_gradients: bool = False
-    ranks: int = 1
-    state: dict[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         """Of a plain step."""
-        return self.glue_seconds + sum(call.options[PLAIN].seconds for call in self.calls)
+        return self.recomputed_seconds - sum(call.seconds for call in self.calls)
 
     @property
-    def glue_seconds(self) -> float:
-        """Of all that is outside of blocks."""
-        return sum(event.seconds for event in self.events)
+    def units(self) -> list[tuple[str, int]]:
+        """What a plan treats alike, in the order of the forwards."""
+        return list(dict.fromkeys(call.unit for call in self.calls))
+
+    @property
+    def with_backward(self) -> set[int]:
+        """The calls whose graph is not dropped."""
+        return {event.call for event in self.events if event.kind == "again"}
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -142,44 +136,31 @@ class StepCosts:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> StepCosts:
         """The inverse of `to_dict`."""
-        calls = tuple(
-            CallCost(
-                **{
-                    **call,
-                    "options": {name: OptionCost(**cost) for name, cost in call["options"].items()},
-                }
-            )
-            for call in data["calls"]
-        )
-        events = tuple(Event(**event) for event in data["events"])
-        return cls(**{**data, "calls": calls, "events": events})
+        calls = tuple(CallCost(**call) for call in data["calls"])
+        return cls(**{**data, "calls": calls, "events": tuple(Event(**e) for e in data["events"])})
 
 
-class Gradients:
-    """The gradients of parameters of blocks that are there beyond the base of a step.
+def simulate(costs: StepCosts, whole: Collection[tuple[str, int]]) -> Timeline:
+    """The bytes and seconds of a step in which the units of `whole` are recomputed."""
+    plain = {n for n, call in enumerate(costs.calls) if call.unit not in whole}
+    seconds = costs.recomputed_seconds - sum(costs.calls[n].seconds for n in plain)
+    return Timeline(tuple(_points(costs, plain)), seconds)
 
-    Where gradients stay from step to step, these are sums that the engine still adds to: it hands a
-    parameter the sum over all calls of a pass.
-    """
 
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
-        self._present: dict[str, int] = {}
-        self._uses = Counter((c.pass_number, name) for c in costs.calls for name in c.gradients)
-
-    @property
-    def bytes(self) -> int:
-        """Of all of them."""
-        return sum(self._present.values())
-
-    def add(self, number: int) -> None:
-        """The backward of a call is over."""
-        call = self._costs.calls[number]
-        for name, size in call.gradients.items():
-            self._uses[call.pass_number, name] -= 1
-            self._present[name] = size
-            if self._costs.keeps_gradients and not self._uses[call.pass_number, name]:
-                del self._present[name]
+def _points(costs: StepCosts, plain: Collection[int]) -> Iterator[Point]:
+    base, kept, level = costs.base + costs.excess, 0, 0
+    for event in costs.events:
+        peak = event.peak
+        if event.call in plain:
+            call = costs.calls[event.call]
+            if event.kind == "forward":
+                peak = max(peak, level + call.rise)
+            elif event.kind == "again":  # there is none
+                peak = level
+        yield Point(event.where, base + kept + peak, kept)
+        level = event.level
+        if event.call in plain:
+            kept += {"forward": 1, "before again": -1}.get(event.kind, 0) * call.kept
 
 
 Merge = Callable[[str, Sequence[Any]], Any]
@@ -187,21 +168,13 @@ Merge = Callable[[str, Sequence[Any]], Any]
 
 
 def combined(several: Sequence[Any], merge: Merge, name: str = "") -> Any:
-    """Costs of the same structure as one: each number, text or None in them is merged.
-
-    Args:
-        several: `StepCosts`, or parts of them. What not all of them have, such as an option, is
-            left out.
-        merge: For each value.
-        name: Of the field that they are from.
-    """
+    """Costs of the same structure as one: each number or text in them is merged."""
     first = several[0]
-    if isinstance(first, (StepCosts, CallCost, OptionCost, Event)):
+    if isinstance(first, (StepCosts, CallCost, Event)):
         parts = {one.name: [getattr(own, one.name) for own in several] for one in fields(first)}
         return replace(first, **{key: combined(own, merge, key) for key, own in parts.items()})
     if isinstance(first, dict):
-        common = [key for key in first if all(key in own for own in several)]
-        return {key: combined([own[key] for own in several], merge, name) for key in common}
+        return {key: combined([own[key] for own in several], merge, name) for key in first}
     if isinstance(first, tuple):
         return tuple(combined(own, merge, name) for own in zip(*several, strict=True))
     return merge(name, several)
@@ -210,10 +183,7 @@ def combined(several: Sequence[Any], merge: Merge, name: str = "") -> Any:
 def have_same_calls(several: Sequence[StepCosts]) -> bool:
     """Whether the steps consist of the same calls and events."""
     described = [
-        (
-            [(call.layer, call.number) for call in one.calls],
-            [(event.kind, event.call) for event in one.events],
-        )
+        ([call.unit for call in one.calls], [(event.kind, event.call) for event in one.events])
         for one in several
     ]
     return all(one == described[0] for one in described)
@@ -225,17 +195,12 @@ def maximum(everywhere: Sequence[StepCosts]) -> StepCosts:
     Raises:
         PlanError: The ranks' steps consist of different calls.
     """
-    options = [[sorted(call.options) for call in one.calls] for one in everywhere]
-    if not have_same_calls(everywhere) or any(one != options[0] for one in options):
+    if not have_same_calls(everywhere):
         raise PlanError(
             "the steps of the ranks consist of different calls, so that no plan fits them all; "
             "build the model in the same way, and give batches of the same structure, on every rank"
         )
-
-    def largest(name: str, values: Sequence[Any]) -> Any:
-        if name == "frees_input":
-            return min(values)
-        has_largest = name in ("base", "seconds", *BYTES)
-        return max(values) if has_largest else values[0]
-
-    return combined(everywhere, largest)  # type: ignore[no-any-return]
+    largest = {"base", "kept", "rise", "peak", "level", "seconds", "recomputed_seconds"}
+    return combined(  # type: ignore[no-any-return]
+        everywhere, lambda name, values: max(values) if name in largest else values[0]
+    )

@@ -15,11 +15,11 @@ from paddle_recompute.errors import PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.batch_size import extrapolated, probe, with_rows
 from paddle_recompute.planner.job import Job, LossFn, check_count
+from paddle_recompute.planner.measure import Progress
 from paddle_recompute.planner.planning import bytes_of_budget
 from paddle_recompute.planner.planning import verified as verified_plan
 from paddle_recompute.planner.recompute_plan import RecomputePlan, infeasible, make_plan
 from paddle_recompute.planner.solve import smallest, solve
-from paddle_recompute.planner.step_costs import Progress
 
 
 @dataclass(frozen=True)

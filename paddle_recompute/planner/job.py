@@ -23,8 +23,8 @@ from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import StepCosts
+from paddle_recompute.planner.measure import Progress, measure_step
 from paddle_recompute.planner.signatures import structure_of
-from paddle_recompute.planner.step_costs import Progress, clear_gradients, measure_step
 from paddle_recompute.sharding import inner_of, parts_of_ranks
 from paddle_recompute.train_step import check_one_loss, inputs_of_cache
 
@@ -45,8 +45,6 @@ class Job:
         optimizer: Its moments are part of the memory; None: there are none.
         optimizer_ranks: Over how many ranks its state is spread (`ShardedOptimizer`). The largest
             share counts; where `optimizer` is sharded already, that of this rank.
-        ranks: Over how many ranks optimizer state and parameters could be spread: `stages` tells
-            what a step takes then.
         grad_cache: Computes the gradient chunk by chunk instead of `loss_fn`.
         sync: Its communication is kept out of the measurement.
         extra_bytes: More bytes that every step begins with, by what they are: communication
@@ -69,7 +67,6 @@ class Job:
     extra_bytes: Mapping[str, int] = field(default_factory=dict)
     keeps_gradients: bool = True
     optimizer_ranks: int = 1
-    ranks: int = 1
     checkpoints: Sequence[str] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     preserve_rng_state: bool = True
@@ -106,12 +103,7 @@ class Job:
             loss.backward()
 
     def measure(self, *, only_bytes: bool = False, progress: Progress | None = None) -> StepCosts:
-        """Measure the step; the model, its gradients and the random streams stay as they are.
-
-        Args:
-            only_bytes: Nothing is repeated for its time.
-            progress: Is told (done, total) of the calls that are measured.
-        """
+        """`measure_step` of this job."""
         return measure_step(self, only_bytes=only_bytes, progress=progress)
 
     @property
@@ -119,13 +111,11 @@ class Job:
         """Whether the update makes a copy of the gradients."""
         return self.optimizer is not None and clip_of_optimizer(self.optimizer) is not None
 
-    def state_bytes(self) -> dict[str, int]:
-        """Optimizer state on a rank: on each as much, and spread over `ranks`."""
-        return {"replicated": sum(self._state(1)), "sharded": sum(self._state(self.ranks))}
-
     def clear_gradients(self) -> None:
         """Drop the gradients of `parameters`."""
-        clear_gradients(self.parameters())
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.clear_gradient(False)
 
     def parameters(self) -> list[paddle.Tensor]:
         """Those of the model, of the loss of a gradient cache, and of the optimizer."""

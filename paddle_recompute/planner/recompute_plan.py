@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,19 +16,12 @@ from paddle_recompute._files import read_json
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
-from paddle_recompute.planner.costs import PLAIN, StepCosts
-from paddle_recompute.planner.simulate import (
-    Choice,
-    Timeline,
-    own_option,
-    seconds_of,
-    simulate,
-)
-from paddle_recompute.planner.solve import Solution, next_faster, smallest, solve
-from paddle_recompute.planner.stages import offloaded, stages
-from paddle_recompute.recompute import Unit, is_treated, treat_calls, undo_recompute
+from paddle_recompute.planner.costs import StepCosts, Timeline, simulate
+from paddle_recompute.planner.measure import treat_units
+from paddle_recompute.planner.solve import Solution, Units, next_faster, smallest, solve
+from paddle_recompute.recompute import is_treated, undo_recompute
 
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -38,7 +31,7 @@ class RecomputePlan:
     Attributes:
         memory_budget: In bytes, parameters and moments included.
         costs: What was measured of the step.
-        choices: What is done with each call.
+        choices: The calls that are recomputed.
         signature: Hash of the model's structure and of the shapes of the batch.
         checkpoints: Patterns of the blocks; None: they were found.
         exact: Whether no other choice of the measured options is faster within the budget;
@@ -49,7 +42,7 @@ class RecomputePlan:
 
     memory_budget: int
     costs: StepCosts
-    choices: tuple[Choice, ...]
+    choices: Units
     signature: str
     checkpoints: tuple[str, ...] | None = None
     exact: bool = True
@@ -79,7 +72,7 @@ class RecomputePlan:
     @property
     def hash(self) -> str:
         """A hash of what is applied: equal on all ranks that do the same."""
-        content = [self.signature, [asdict(choice) for choice in self.choices]]
+        content = [self.signature, self.choices]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     # -------------------------------------------------------------------------------- apply
@@ -101,24 +94,12 @@ class RecomputePlan:
             raise PlanError(
                 f"the plan is of another model: it has no block '{min(unknown)}'. Make a new plan"
             )
-        in_order = sorted(self.costs.calls, key=lambda call: call.number)
-        num_calls = {call.layer: call.number + 1 for call in in_order}
-        treat_calls(model, self._units(), num_calls, preserve_rng_state=self.preserve_rng_state)
+        treat_units(model, self.costs, self.choices, preserve_rng_state=self.preserve_rng_state)
 
     @staticmethod
     def remove(model: paddle.nn.Layer) -> None:
         """Undo `apply`, and all other wrapping of `model`."""
         undo_recompute(model)
-
-    def _units(self) -> list[Unit]:
-        """What is recomputed together; the passes of a step are treated alike."""
-        units = [
-            Unit(tuple(call.layer for call in calls), tuple(call.number for call in calls))
-            for choice in self.choices
-            if choice.option != PLAIN
-            for calls in [self.costs.calls[choice.first : choice.last + 1]]
-        ]
-        return list(dict.fromkeys(units))
 
     # ----------------------------------------------------------------------------- correct
 
@@ -137,7 +118,7 @@ class RecomputePlan:
     @property
     def recomputes(self) -> bool:
         """Whether anything is recomputed."""
-        return any(choice.option != PLAIN for choice in self.choices)
+        return bool(self.choices)
 
     # -------------------------------------------------------------------------------- files
 
@@ -159,7 +140,7 @@ class RecomputePlan:
             checkpoints = rest.pop("checkpoints")
             return cls(
                 costs=StepCosts.from_dict(rest.pop("costs")),
-                choices=tuple(Choice(**choice) for choice in rest.pop("choices")),
+                choices=tuple((name, number) for name, number in rest.pop("choices")),
                 checkpoints=None if checkpoints is None else tuple(checkpoints),
                 **rest,
             )
@@ -203,7 +184,7 @@ class RecomputePlan:
 
     def __str__(self) -> str:
         peak = self.timeline.peak
-        share = self.extra_seconds / self.costs.seconds if self.costs.seconds else 0.0
+        share = self.extra_seconds / self.costs.seconds if self.costs.seconds > 0 else 0.0
         measured = ""
         if self.measured_bytes is not None:
             measured = f" (measured {format_bytes(self.measured_bytes)})"
@@ -232,30 +213,16 @@ class RecomputePlan:
         return "\n".join(lines)
 
     def _runs(self) -> Iterator[str]:
-        """Runs of neighbours with the same option: "layers.0 to layers.5: whole, -38 MiB ..."."""
-        grouped: list[list[Choice]] = []
-        for choice in self.choices:
-            if grouped and grouped[-1][-1].option == choice.option and len(choice) == 1:
-                grouped[-1].append(choice)
-            else:
-                grouped.append([choice])
-        seen: Counter[tuple[str, str]] = Counter()
-        for run in grouped:
-            calls = self.costs.calls[run[0].first : run[-1].last + 1]
-            if calls[0].pass_number:  # the passes of a step are treated alike
-                continue
+        """Runs of neighbours that are treated alike: "layers.0 to layers.5: whole, -38 MiB ..."."""
+        first_pass = [call for call in self.costs.calls if call.pass_number == 0]
+        for is_whole, run in itertools.groupby(first_pass, lambda call: call.unit in self.choices):
+            calls = list(run)
             names = calls[0].name if len(calls) == 1 else f"{calls[0].name} to {calls[-1].name}"
-            option = run[0].option
-            seen[names, option] += 1
-            if option == PLAIN:
-                yield f"{names}: {PLAIN}"
-                continue
-            chosen, plain = (
-                sum(call.options[one].kept for call in calls) for one in (own_option(run[0]), PLAIN)
-            )
-            seconds = sum(call.options[PLAIN].seconds for call in calls)
-            extra = sum(seconds_of(self.costs.calls, one) for one in run) - seconds
-            yield (f"{names}: {option}, {format_bytes(chosen - plain)} for {extra * 1e3:+.1f} ms")
+            saved, seconds = sum(call.kept for call in calls), sum(call.seconds for call in calls)
+            if is_whole:
+                yield f"{names}: whole, {format_bytes(-saved)} for {seconds * 1e3:+.1f} ms"
+            else:
+                yield f"{names}: plain"
 
 
 def make_plan(
@@ -265,7 +232,7 @@ def make_plan(
     signature: str,
     checkpoints: tuple[str, ...] | None = None,
     preserve_rng_state: bool = True,
-    least_factor: float = 1.0,
+    or_smallest: bool = False,
 ) -> RecomputePlan:
     """Solve, and say in words if there is no solution.
 
@@ -275,8 +242,8 @@ def make_plan(
         signature: As in `RecomputePlan`.
         checkpoints: As in `RecomputePlan`.
         preserve_rng_state: As in `RecomputePlan`.
-        least_factor: Where nothing is predicted to stay within the budget, the plan with the
-            smallest peak, if that is at most so many times the budget: it may take less.
+        or_smallest: Where nothing is predicted to stay within the budget, return the plan with the
+            smallest predicted peak, to be measured: it may take less.
 
     Raises:
         PlanError: Nothing stays within the budget.
@@ -285,12 +252,12 @@ def make_plan(
     if solution is None:
         # Where the graph is not a chain, the solver may miss what fits.
         solution = smallest(costs)
-        if solution.peak > least_factor * memory_budget:
+        if solution.peak > memory_budget and not or_smallest:
             raise PlanError(infeasible(costs, memory_budget, solution))
     return RecomputePlan(
         memory_budget,
         costs,
-        solution.choices,
+        solution.whole,
         signature,
         checkpoints,
         solution.exact,
@@ -321,20 +288,15 @@ def infeasible(
         lower = ["give a smaller batch or gradient-cache chunk"]
         if costs.held.get("moments"):
             lower = ["use an optimizer with smaller moments", _SHARD, *lower]
-        if peak.inside:
+        if peak.where.startswith(("second", "backward")):
             parts = "name the parts of that block as checkpoints instead, so that less is live"
             lower = [parts, *lower]
-    for one in (offloaded(costs), *stages(costs, least.choices)):
-        if one is not None and one.peak_bytes < least.peak:
-            within = "within" if one.peak_bytes <= memory_budget else "still not within"
-            lower.append(f"set what takes less: {one}, {within} the budget")
+    lower.append("keep the parameters of the blocks elsewhere (recompute.offload_parameters)")
     if measured:
-        found = (
-            f"of {len(measured)} plans that were measured, the one that took least had a peak of "
-            f"{format_bytes(min(measured))} ({min(measured)} bytes)"
-        )
+        size, how = min(measured), f"measured, the least of {len(measured)} plans"
     else:
-        found = f"the smallest feasible budget is {format_bytes(least.peak)} ({least.peak} bytes)"
+        size, how = least.peak, "predicted"
+    found = f"the smallest feasible budget is {format_bytes(size)} ({size} bytes; {how})"
     return (
         f"no plan stays within {format_bytes(memory_budget)}: {found}, of which "
         f"{format_bytes(held)} are held all the time. Its peak is in the {peak.where}. Raise "

@@ -6,6 +6,7 @@ that a configuration selects.
 """
 
 from paddle_recompute.recompute._hooks import innermost
+from paddle_recompute.recompute._observed import observed
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
 from paddle_recompute.recompute._plainly import called_plainly, wrapped_layers
 from paddle_recompute.recompute._storage import PLACES, MakeSlot, Place, Slot, slots
@@ -62,6 +63,7 @@ __all__ = [
     "is_recomputing",
     "is_treated",
     "layers_matching",
+    "observed",
     "recompute",
     "recompute_wrapper",
     "replace_class",

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
 
 import paddle
 
@@ -100,12 +101,27 @@ _new_ticket = object.__new__
 """``FrameTicket()`` would take as long as all that `Frame.pack` reads of a tensor."""
 
 
+class Observer(Protocol):
+    """Is told when calls run (`observed`)."""
+
+    def forward(self, name: str, run: Callable[[], Any]) -> Any:
+        """Run the call of the Layer `name` for the first time."""
+
+    def recorded(self, frame: Frame) -> None:
+        """`frame` records a call."""
+
+    def again(self, frame: Frame, run: Callable[[], None]) -> None:
+        """Run the calls of `frame` again."""
+
+
 class Frame:
     """One or more calls that are recomputed together.
 
     A frame of several parts joins consecutive Layers of a chain: the output of a part is not kept
     as input of the next one; the backward runs all parts again from the first input.
     """
+
+    observer: ClassVar[Observer | None] = None
 
     def __init__(self, storage: InputStorage) -> None:
         self.parts: list[tuple[Call, Any]] = []
@@ -153,6 +169,8 @@ class Frame:
             self._is_recording = self._compares_values = False
             end_recording()
         self.parts.append((call, inputs))
+        if self.observer is not None:
+            self.observer.recorded(self)
         if linked:
             for leaf, tensor in enumerate(_nested.tensors_in(outputs)):
                 link = Link(len(self.parts) - 1, leaf)
@@ -226,7 +244,10 @@ class Frame:
                 "without retain_graph=True."
             )
         try:
-            self._recompute()
+            if self.observer is None:
+                self._recompute()
+            else:
+                self.observer.again(self, self._recompute)
         except BaseException:
             if is_last:  # Paddle keeps what it held when a hook raises
                 self.parts.clear()

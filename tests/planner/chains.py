@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from paddle_recompute.planner.costs import CallCost, Event, OptionCost, StepCosts
-from paddle_recompute.planner.simulate import JOINED, Choice
-
-OPTIONS = ("plain", "whole")
+from paddle_recompute.planner.costs import CallCost, Event, StepCosts
 
 
 def chain(length: int, seed: int, *, alike: bool = False) -> StepCosts:
@@ -18,64 +16,33 @@ def chain(length: int, seed: int, *, alike: bool = False) -> StepCosts:
     def size(low: int, high: int) -> int:
         return draw.randint(low, high) * 8
 
-    sizes = [size(5, 60) for _ in range(length + 1)]
-    if alike:
-        sizes = [sizes[0]] * (length + 1)
     calls: list[CallCost] = []
     for place in range(length):
         if not alike or not calls:
-            options = _options(draw, size, sizes[place], sizes[place + 1])
-            gradient = size(10, 100)
-        calls.append(
-            CallCost(
-                layer=f"layers.{place}",
-                number=0,
-                pass_number=0,
-                input_bytes=sizes[place],
-                output_bytes=sizes[place + 1],
-                output_is_kept=place < length - 1,
-                follows=place - 1 if place else None,
-                gradients={f"layers.{place}.weight": gradient},
-                options=options,
-            )
-        )
-    return StepCosts(1000, {}, tuple(calls), tuple(_events(sizes)))
+            kept, seconds = size(100, 400), draw.uniform(0.3, 1.2)
+            rise = kept + size(5, 100)
+        calls.append(CallCost(f"layers.{place}", 0, 0, kept, rise, seconds))
+    events: list[Event] = []
+    level = 50
 
+    def event(kind: str, call: int, above: int, after: int, where: str) -> None:
+        nonlocal level
+        events.append(Event(kind, call, max(level, after) + above, after, where))  # type: ignore[arg-type]
+        level = after
 
-def _options(draw: random.Random, size, before: int, after: int) -> dict[str, OptionCost]:  # type: ignore[no-untyped-def]
-    kept = size(100, 400)
-    forward, backward = kept + size(0, 50) + after, kept + size(10, 200) + after + before
-    seconds = draw.uniform(1, 3)
-    return {
-        "plain": OptionCost(kept, forward, backward, seconds),
-        "whole": OptionCost(
-            size(0, 3),
-            size(20, 100) + after,
-            backward + 8,
-            seconds * draw.uniform(1.28, 1.4),
-        ),
-    }
-
-
-def _events(sizes: Sequence[int]) -> Iterator[Event]:
-    level, length = 50, len(sizes) - 1
     for place in range(length):
-        yield Event("forward", place, level + 20, level)
-        level += sizes[place + 1]
-    above = 200
+        event("before forward", place, 20, level, f"before layers.{place}")
+        event("forward", place, size(20, 100), level + size(5, 60), f"forward of layers.{place}")
     for place in reversed(range(length)):
-        yield Event("backward", place, level + above, level + sizes[place + 1])
-        level, above = level - sizes[place + 1], 10
-    yield Event("end", -1, level + 200, level + 50)
+        event("before again", place, size(10, 200), level - size(0, 3), f"before layers.{place}")
+        after = level + calls[place].kept
+        event("again", place, size(0, 50), after, f"second forward of layers.{place}")
+        level -= calls[place].kept
+    event("end", -1, 200, 50, "end")
+    return StepCosts(1000, {}, tuple(calls), tuple(events), 3.0 * length)
 
 
-def every_choice(length: int, options: Sequence[str]) -> Iterator[tuple[Choice, ...]]:
-    """All ways to treat `length` calls, in segments too."""
-    if length == 0:
-        yield ()
-        return
-    for last in range(1, length + 1):
-        start = length - last
-        for rest in every_choice(start, options):
-            for option in options if last == 1 else (JOINED,):
-                yield (*rest, Choice(start, length - 1, option))
+def every_choice(costs: StepCosts) -> Iterator[tuple[tuple[str, int], ...]]:
+    """All ways to treat the calls of `costs`."""
+    for bits in itertools.product((False, True), repeat=len(costs.units)):
+        yield tuple(unit for unit, is_whole in zip(costs.units, bits, strict=True) if is_whole)

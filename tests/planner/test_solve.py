@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from dataclasses import replace
 from typing import Any
@@ -14,9 +13,8 @@ import pytest
 from paddle_recompute import RecomputeConfig, plan
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.errors import DependencyError, PlanError, SelectionError
+from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner import (
-    Choice,
     choices_of_policy,
     largest_that_fits,
     make_plan,
@@ -25,7 +23,7 @@ from paddle_recompute.planner import (
     smallest,
     solve,
 )
-from tests.planner.chains import OPTIONS, chain, every_choice
+from tests.planner.chains import chain, every_choice
 
 ROUNDING = 1e-9
 """Sums of the same seconds in another order."""
@@ -37,11 +35,11 @@ def test_it_finds_the_fastest_of_all_choices(length: int, seed: int) -> None:
     costs = chain(length, seed)
     every = [
         (found.peak.bytes, found.seconds)
-        for choices in every_choice(length, OPTIONS)
+        for choices in every_choice(costs)
         for found in [simulate(costs, choices)]
     ]
     lowest = min(peak for peak, _ in every)
-    plain = simulate(costs, [Choice(n, n, "plain") for n in range(length)]).peak.bytes
+    plain = simulate(costs, ()).peak.bytes
     assert smallest(costs).peak == lowest and solve(costs, lowest - 1) is None
     for tenth in range(11):
         budget = lowest + (plain - lowest) * tenth // 10
@@ -50,21 +48,6 @@ def test_it_finds_the_fastest_of_all_choices(length: int, seed: int) -> None:
         assert found.peak <= budget
         fastest = min(seconds for peak, seconds in every if peak <= budget)
         assert found.seconds == pytest.approx(fastest, rel=ROUNDING)
-
-
-@pytest.mark.parametrize("seed", [562, 1118, 1320, 2004])
-def test_segments_that_give_up_more_than_they_keep(seed: int) -> None:
-    draw = random.Random(seed)
-    costs = chain(5, seed)
-    calls = []
-    for call in costs.calls:
-        keeps = draw.random() < 0.4
-        options = {name: replace(one, keeps_output=keeps) for name, one in call.options.items()}
-        calls.append(replace(call, options=options))
-    costs = replace(costs, calls=tuple(calls))
-    lowest = min(simulate(costs, choices).peak.bytes for choices in every_choice(5, OPTIONS))
-    found = solve(costs, lowest)
-    assert found is not None and found.peak == lowest
 
 
 def test_the_smallest_budget_of_an_error_is_one_that_can_be_met() -> None:
@@ -80,7 +63,7 @@ def test_the_smallest_budget_of_an_error_is_one_that_can_be_met() -> None:
 def test_time_never_grows_with_the_budget(seed: int) -> None:
     costs = chain(12, seed)
     low = smallest(costs).peak
-    plain = simulate(costs, [Choice(n, n, "plain") for n in range(12)]).peak.bytes
+    plain = simulate(costs, ()).peak.bytes
     found = [solve(costs, low + (plain - low) * n // 40) for n in range(41)]
     solutions = [one for one in found if one is not None]
     assert len(solutions) == 41
@@ -91,29 +74,19 @@ def test_time_never_grows_with_the_budget(seed: int) -> None:
 
 def test_nothing_is_recomputed_where_the_plain_step_fits() -> None:
     costs = chain(6, 4)
-    free = [
-        replace(
-            call,
-            options={
-                name: replace(cost, seconds=call.options["plain"].seconds)
-                for name, cost in call.options.items()
-            },
-        )
-        for call in costs.calls
-    ]
-    costs = replace(costs, calls=tuple(free))
-    plain = tuple(Choice(n, n, "plain") for n in range(6))
+    costs = replace(costs, calls=tuple(replace(c, seconds=0.0) for c in costs.calls))
+    plain = ()
     peak = simulate(costs, plain).peak.bytes
     found, tighter = solve(costs, peak), solve(costs, peak - 1)
-    assert found is not None and found.choices == plain and found.exact
-    assert tighter is not None and tighter.choices != plain
+    assert found is not None and found.whole == plain and found.exact
+    assert tighter is not None and tighter.whole != plain
 
 
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_96_calls_are_solved_at_once(alike: bool, share: float) -> None:
     costs = chain(96, 3, alike=alike)
-    plain = simulate(costs, [Choice(n, n, "plain") for n in range(96)]).peak.bytes
+    plain = simulate(costs, ()).peak.bytes
     began = time.process_time()
     solve(costs, int(plain * share))
     assert time.process_time() - began < 1
@@ -123,7 +96,7 @@ def test_between_a_plan_and_the_next_faster_one_there_is_nothing() -> None:
     costs = chain(6, 5)
     peaks = sorted(
         (found.peak.bytes, found.seconds)
-        for choices in every_choice(6, OPTIONS)
+        for choices in every_choice(costs)
         for found in [simulate(costs, choices)]
     )
     budget = (smallest(costs).peak + peaks[-1][0]) // 2
@@ -164,17 +137,14 @@ def test_the_largest_number_that_fits() -> None:
 def test_policies_group_as_training_does() -> None:
     """Also where they are refused."""
 
-    def chosen(**settings: Any) -> list[tuple[int, int, str]]:
+    def chosen(**settings: Any) -> list[str]:
         found = choices_of_policy(chain(5, 0), RecomputeConfig(**settings))
-        return [(one.first, one.last, one.option) for one in found]
+        return [name for name, _ in found]
 
-    assert chosen() == [(n, n, "whole") for n in range(5)]
-    assert chosen(policy="every_n", every_n=3) == [
-        (n, n, "whole" if n % 3 == 0 else "plain") for n in range(5)
-    ]
-    assert chosen(policy="segments", segments=2) == [(0, 1, "joined"), (2, 4, "joined")]
-    with pytest.raises(SelectionError, match="segments is 6, but the patterns select only 5"):
-        chosen(policy="segments", segments=6)
+    assert chosen() == [f"layers.{n}" for n in range(5)]
+    assert chosen(policy="every_n", every_n=3) == ["layers.0", "layers.3"]
+    with pytest.raises(PlanError, match="segments is not estimated"):
+        chosen(policy="segments", segments=2)
 
 
 @pytest.mark.skipif(memory.can_reset_peak(), reason="this Paddle can start the peak anew")

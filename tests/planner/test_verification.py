@@ -40,9 +40,9 @@ def test_a_verified_plan_of_a_program_says_what_was_measured(more: int) -> None:
     found = planned(chain(6, 4), 0.6)
 
     def peak(plan: RecomputePlan) -> int:
-        return exact(plan) + more * sum(choice.option != "plain" for choice in plan.choices)
+        return exact(plan) + more * len(plan.choices)
 
-    kept = within_budget(found, peak, refine=True)
+    kept = within_budget(found, peak)
     assert kept.measured_bytes == kept.peak_bytes == peak(kept) <= found.memory_budget
 
 
@@ -54,31 +54,31 @@ def test_a_policy_by_hand_is_measured_before_a_budget_is_refused() -> None:
     def peak(plan: RecomputePlan) -> int:
         return found.memory_budget + (0 if plan.choices == whole else 1000)
 
-    assert within_budget(found, peak, refine=True).choices == whole
+    assert within_budget(found, peak).choices == whole
 
 
 def test_the_smallest_plan_is_measured_before_a_budget_is_refused() -> None:
     found = planned(chain(6, 4), 0.5)
-    least = smallest(found.costs).choices
+    least = smallest(found.costs).whole
     asked = []
 
     def peak(plan: RecomputePlan) -> int:
         asked.append(plan.hash)
         return exact(plan) if plan.choices == least else found.memory_budget + 1000
 
-    assert within_budget(found, peak, refine=True).choices == least
+    assert within_budget(found, peak).choices == least
     assert len(asked) == len(set(asked)) <= 7
     assert within_budget(found, peak).choices == least
     with pytest.raises(PlanError, match="the one that took least had a peak of"):
-        within_budget(found, lambda plan: found.memory_budget + 1, refine=True)
+        within_budget(found, lambda plan: found.memory_budget + 1)
 
 
 def test_a_program_may_take_less_than_predicted() -> None:
     costs = chain(6, 4)
     low = smallest(costs).peak
-    found = make_plan(costs, low - 500, signature="", least_factor=2.0)
-    assert found.choices == smallest(costs).choices
-    kept = within_budget(found, lambda plan: exact(plan) - 1000, refine=True)
+    found = make_plan(costs, low - 500, signature="", or_smallest=True)
+    assert found.choices == smallest(costs).whole
+    kept = within_budget(found, lambda plan: exact(plan) - 1000)
     assert kept.measured_bytes is not None and kept.measured_bytes <= low - 500
     with pytest.raises(PlanError, match="smallest feasible budget"):
         make_plan(costs, low - 500, signature="")

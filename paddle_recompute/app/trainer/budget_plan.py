@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def make_budget_plan(
         check_agreed(earlier)
         say(f"{earlier}\n  as before the interruption")
         return earlier, plain_peak(earlier.costs), earlier.measured_bytes or earlier.peak_bytes
-    budget, static = config.recompute.memory_budget, config.mode == "static"
+    budget = config.recompute.memory_budget
     assert budget is not None
     job = job_of(config, vocab_size, chunks)
     found = make_plan(
@@ -77,7 +76,7 @@ def make_budget_plan(
         signature=job.signature(),
         checkpoints=tuple(config.recompute.checkpoints),
         preserve_rng_state=config.recompute.preserve_rng_state,
-        least_factor=math.inf if static else 1.0,
+        or_smallest=True,
     )
 
     def peak(plan: RecomputePlan) -> int:
@@ -86,7 +85,7 @@ def make_budget_plan(
         assert measured is not None
         return measured
 
-    plan = within_budget(found, peak, refine=static)
+    plan = within_budget(found, peak)
     say(str(plan))
     assert plan.measured_bytes is not None
     return plan, plain_peak(plan.costs), plan.measured_bytes

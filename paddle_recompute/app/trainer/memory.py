@@ -31,7 +31,6 @@ from paddle_recompute.app.trainer.step import (
 from paddle_recompute.distributed import is_distributed, reduce_numbers
 from paddle_recompute.errors import PlanError, SelectionError
 from paddle_recompute.planner import (
-    BUCKETS,
     PLAIN,
     WHOLE,
     Job,
@@ -199,7 +198,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     k_steps = config.strategy.gradient_merge_configs.k_steps
     extra_bytes = {"batches that wait": of_batch * (k_steps * (1 + WAITING_BATCHES) - 1)}
     if config.world_size > 1:
-        extra_bytes[BUCKETS] = min(
+        extra_bytes["communication buckets"] = min(
             config.strategy.fuse_grad_size_in_MB * 2**20,
             sum(int(p.size * p.element_size()) for p in model.parameters()),
         )
@@ -210,7 +209,6 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
         build_optimizer(config.optimizer, model, config.learning_rate, objective.loss.parameters()),
         objective.cache(model),
         optimizer_ranks=config.world_size if config.strategy.sharding else 1,
-        ranks=config.world_size,
         extra_bytes=extra_bytes,
         keeps_gradients=k_steps > 1,
         checkpoints=config.recompute.checkpoints,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +28,6 @@ from paddle_recompute.planner import (
     probe,
     simulate,
     smallest,
-    spread,
-    stages,
 )
 
 MOST_ROWS = 2**20
@@ -102,7 +99,7 @@ def memory_report(
     head = ["policy", "peak", "extra time", "peak at", *(["largest batch"] if batches else [])]
     rows = [_row(one, budget)[: len(head)] for one in policies]
     title = f"one rank, {config.micro_batch} pairs per micro-batch of full length"
-    words, found = "\n".join(_words(config, costs, plan)), stages(costs)
+    words = "\n".join(_words(config, costs, plan))
     files: tuple[Path, ...] = ()
     if folder is not None:
         last = list(steps)[-1]
@@ -122,7 +119,6 @@ def memory_report(
             plan.save(folder / "plan.json")
     figures = {
         "policies": policies,
-        "stages": [asdict(one) for one in found],
         "plan": None if plan is None else plan.to_dict(),
     }
     return MemoryReport("\n".join([f"{title}:", *_table(head, rows), words]), figures, files)
@@ -158,8 +154,6 @@ def _parts(config: Config) -> int:
 def _policies(costs: StepCosts) -> dict[str, Callable[[], Timeline]]:
     """Simulates the step under what users choose by hand, and with the smallest peak."""
     found = {"plain": None, "every_n: 2": RecomputeConfig(policy="every_n")}
-    if len({call.layer for call in costs.calls}) > 2:
-        found["segments: auto"] = RecomputeConfig(policy="segments")
     found["all"] = RecomputeConfig()
     steps = {
         name: functools.partial(simulate, costs, choices_of_policy(costs, one))
@@ -182,12 +176,10 @@ def _largest_batches(probes: dict[int, StepCosts], budget: int) -> dict[str, int
 
 
 def _words(config: Config, costs: StepCosts, plan: RecomputePlan | None) -> list[str]:
-    """What else there is to say: the plan or the step as configured; the stages of sharding."""
+    """What else there is to say: the plan, or the step as configured."""
     section, place, words = config.recompute, config.recompute.offload_parameters, list[str]()
     if plan is not None:
         words.append(str(plan))
-    elif place == "ranks" and (one := spread(costs, section.num_shards)) is not None:
-        words.append(f"as configured: {one}")
     elif place != "none":
         words.append(f"as configured: offload_parameters: {place}; the table is without it")
     elif section.policy != "budget":
@@ -198,9 +190,6 @@ def _words(config: Config, costs: StepCosts, plan: RecomputePlan | None) -> list
             f"  the scores against the vectors of all {config.world_size} ranks are not in it: "
             f"{format_bytes(4 * config.local_batch**2 * (config.world_size - 1))} more per matrix"
         )
-    if found := stages(costs):
-        words.append("all blocks recomputed, and spread over the ranks:")
-        words += [f"  {one}" for one in found]
     return words
 
 
