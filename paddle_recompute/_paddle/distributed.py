@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import re
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,30 +18,9 @@ from paddle_recompute._paddle.start import gloo_group_tried_again
 
 
 def init_parallel_env() -> None:
-    """``dist.init_parallel_env`` that tries again where gloo does not connect, and without a list
-    of flags that nobody has modified.
-
-    It writes every flag that differs from its default to ``sys.stderr`` (2.6, 3.x), and 3.x sets
-    one itself as it is imported, so each rank of each run shows a block about it. Flags that the
-    user has set are still shown. Can go when Paddle leaves its own out.
-    """
-    written = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(written), gloo_group_tried_again(_master_endpoint):
-            dist.init_parallel_env()
-    finally:
-        sys.stderr.write(without_own_flags(written.getvalue()))
-
-
-def without_own_flags(text: str) -> str:
-    """`text` less what it says about flags that Paddle, or `launch`, has modified itself."""
-    for name in (FLAGS_SET_BY_PADDLE - os.environ.keys()) | _SHOWN_BEFORE:
-        text = re.sub(rf"^FLAGS\(name='{name}'.*\n", "", text, flags=re.MULTILINE)
-    return re.sub(r"^=+ Modified FLAGS detected =+\n=+\n", "", text, flags=re.MULTILINE)
-
-
-FLAGS_SET_BY_PADDLE = {"FLAGS_enable_pir_in_executor"}
-_SHOWN_BEFORE = {"FLAGS_use_stride_kernel"}  # in the first line of a run that `launch` starts
+    """``dist.init_parallel_env`` that tries again where gloo does not connect."""
+    with gloo_group_tried_again(_master_endpoint):
+        dist.init_parallel_env()
 
 
 def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:

@@ -8,8 +8,6 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.layers import is_parameter
-
 
 def address_of(tensor: paddle.Tensor) -> int | None:
     """Where the memory of `tensor` begins; None if it has none, or is sparse.
@@ -37,11 +35,13 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
 
     These are (2.6, 3.x) the update of every optimizer, whose subclasses all come through
     ``Optimizer._create_optimization_pass``; ``Tensor.set_value``, through which ``set_state_dict``
-    goes; ``Tensor.copy_``; ``_C_ops.assign_value_`` (``paddle.assign`` of an array into a tensor);
-    ``_C_ops.exponential_``; the classes of ``nn.initializer``; and ``_C_ops.batch_norm``, which
-    ``functional.batch_norm`` calls, for statistics that are plain tensors (those of a BatchNorm are
-    parameters; `BATCH_NORMS` are treated by themselves). Paddle offers no callback for any of them.
-    Callers see no change. Can go when Paddle raises ``inplace_version`` there.
+    goes; ``Tensor.copy_``; and ``_C_ops.assign_value_`` (``paddle.assign`` of an array into a
+    tensor). Paddle offers no callback for any of them. Callers see no change. Can go when Paddle
+    raises ``inplace_version`` there.
+
+    Not watched: ``Tensor.exponential_``, the classes of ``nn.initializer``, and statistics of
+    ``functional.batch_norm`` in plain tensors, which real code does not write between a forward and
+    its backward.
     """
     update = paddle.optimizer.Optimizer._create_optimization_pass
 
@@ -55,36 +55,16 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
                 written(parameter)
         return result
 
-    def reported(
-        write: Callable[..., Any], place: int = 0, name: str = "self"
-    ) -> Callable[..., Any]:
-        """`place` and `name` are those of the tensor among the arguments."""
-
+    def reported(write: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(write)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = write(*args, **kwargs)
-            tensor = args[place] if place < len(args) else kwargs.get(name)
-            if isinstance(tensor, paddle.Tensor):
-                written(tensor)
+            if args and isinstance(args[0], paddle.Tensor):
+                written(args[0])
             return result
 
         return call
 
-    normalize = paddle._C_ops.batch_norm
-
-    @functools.wraps(normalize)
-    def reported_statistics(
-        x: Any, mean: Any, variance: Any, scale: Any, bias: Any, is_test: Any, *args: Any
-    ) -> Any:
-        result = normalize(x, mean, variance, scale, bias, is_test, *args)
-        for tensor in () if is_test else (mean, variance):
-            if isinstance(tensor, paddle.Tensor) and not is_parameter(tensor):
-                written(tensor)
-        return result
-
-    paddle._C_ops.batch_norm = reported_statistics
-    initializer = paddle.nn.initializer.Initializer
-    initializer.__call__ = reported(initializer.__call__, place=1, name="param")
     paddle.optimizer.Optimizer._create_optimization_pass = reported_update
     for owner, name in _UNCOUNTED_WRITES:
         setattr(owner, name, reported(getattr(owner, name)))
@@ -94,5 +74,4 @@ _UNCOUNTED_WRITES = (
     (paddle.Tensor, "set_value"),
     (paddle.Tensor, "copy_"),
     (paddle._C_ops, "assign_value_"),
-    (paddle._C_ops, "exponential_"),
 )
