@@ -40,7 +40,7 @@ endef
 PACKAGE := $(shell find paddle_recompute -name '*.py' -o -name '*.j2' -o -name '*.html')
 
 .PHONY: venv venv26 venv-torch venv-nlp venv-formers venv-etcd test-nlp test-formers test-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
-.PHONY: lint bench docs retrieval-demo venv-docs venv-release wheel-test wheel-install-test clean
+.PHONY: lint bench bench-list docs retrieval-demo venv-docs venv-release wheel-test wheel-install-test clean
 
 venv: .venv/.installed
 venv26: .venv26/.installed
@@ -69,7 +69,7 @@ venv-torch: .venv-torch/.installed
 .venv-torch/.installed: requirements/torch.txt
 	@$(call install,.venv-torch,$<)
 
-# PaddleNLP (Paddle 2.6.2) and PaddleFormers (Paddle 3.3.1), for benchmarks/third_party.py and for
+# PaddleNLP (Paddle 2.6.2) and PaddleFormers (Paddle 3.3.1), for benchmarks/correctness/third_party.py and for
 # the tests of the mixins and the weights, which are skipped elsewhere.
 venv-nlp: .venv-nlp/.installed
 venv-formers: .venv-formers/.installed
@@ -199,65 +199,59 @@ lint: venv
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-# Each prints a table and writes it to benchmarks/results. sync makes networks of slow links, for
-# which it needs root and iproute2.
+# Benchmarks lie in folders by the question that they answer. Each prints a table and writes it to
+# benchmarks/results. sync makes networks of slow links, for which it needs root and iproute2.
 # *_vs_sentence_transformers make an environment with torch, .venv-torch.
-bench: venv
-	@for script in benchmarks/[a-z]*.py; do \
-	    module=benchmarks.$$(basename $$script .py); \
-	    case $$module in \
-	        *_vs_sentence_transformers|*.retrieval_demo|*.host|*.third_party|*.peers|*.paddle_restart) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
-	        *.sync) [ $$(id -u) = 0 ] || { echo "=== $$module: left out, needs root"; continue; };; \
-	    esac; \
-	    echo "=== python -m $$module"; \
-	    .venv/bin/python -m $$module || exit 1; \
-	done
+BENCHMARK_FILES := $(filter-out benchmarks/harness/%,$(wildcard benchmarks/*/[a-z]*.py))
+BENCHMARKS := $(sort correctness contrastive $(notdir $(basename $(BENCHMARK_FILES))))
+# The module of the benchmark NAME: $(call module_of,NAME)
+module_of = $(or $(subst /,.,$(basename $(filter %/$(1).py,$(BENCHMARK_FILES)))),benchmarks.$(1))
 
-# One of them: make bench-contrastive (peak memory and time per pair of large batches),
-# bench-failures,
-# bench-compile, bench-peers_that_die, bench-static_graph, bench26-static_graph,
-# bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-matrix,
-# bench26-matrix, bench-mine, bench-offload,
-# bench-paddle_restart,
-# bench-real_models, bench-recompute_cost, bench-sharding, bench-sharding_parameters, bench-sharding_runs, bench-sync, bench-sync_matrix, bench-third_party, bench-peers; with Paddle 2.6:
-# make bench26-sync_matrix
+bench: venv
+	@for name in $(filter-out sync,$(BENCHMARKS)); do echo "=== $$name"; $(MAKE) bench-$$name || exit 1; done
+	@if [ $$(id -u) = 0 ]; then $(MAKE) bench-sync; else echo "=== sync: left out, needs root"; fi
+
+# One of them: make bench-recompute_cost; with Paddle 2.6: make bench26-sync_matrix. What there is:
+bench-list:
+	@printf '%s\n' $(BENCHMARKS)
+
 bench-%: venv
-	.venv/bin/python -m benchmarks.$*
+	.venv/bin/python -m $(call module_of,$*) $(ARGS)
 
 # Two rounds of training for search on the sentences of LibreOffice, the second with mined negatives.
 # It continues where it stopped.
 retrieval-demo bench-retrieval_demo: venv
-	.venv/bin/python -m benchmarks.retrieval_demo $(ARGS)
+	.venv/bin/python -m benchmarks.contrastive.retrieval_demo $(ARGS)
 
 bench-retrieval_vs_sentence_transformers: venv venv-torch
-	.venv/bin/python -m benchmarks.retrieval_vs_sentence_transformers $(ARGS)
+	.venv/bin/python -m benchmarks.contrastive.retrieval_vs_sentence_transformers $(ARGS)
 
 bench-paddle_restart: venv-etcd
-	.venv-etcd/bin/python -m benchmarks.paddle_restart $(ARGS)
+	.venv-etcd/bin/python -m benchmarks.faults.paddle_restart $(ARGS)
 
 # Some seconds for each of 19 models.
 bench-third_party: venv-nlp venv-formers
-	.venv-nlp/bin/python -m benchmarks.third_party --library paddlenlp $(ARGS)
-	.venv-formers/bin/python -m benchmarks.third_party --library paddleformers $(ARGS)
+	.venv-nlp/bin/python -m benchmarks.correctness.third_party --library paddlenlp $(ARGS)
+	.venv-formers/bin/python -m benchmarks.correctness.third_party --library paddleformers $(ARGS)
 
 # FairScale, torch's own and sentence-transformers beside fleet's and ours.
 bench-peers: venv venv-torch
-	.venv/bin/python -m benchmarks.peers $(ARGS)
+	.venv/bin/python -m benchmarks.speed.peers $(ARGS)
 
 # Needs the environment of the other library too.
 bench-contrastive_vs_sentence_transformers: venv venv-torch
-	.venv/bin/python -m benchmarks.contrastive_vs_sentence_transformers $(ARGS)
+	.venv/bin/python -m benchmarks.contrastive.contrastive_vs_sentence_transformers $(ARGS)
 
 bench-host: venv
-	.venv/bin/python -m benchmarks.host $(ARGS)
-	.venv/bin/python -m benchmarks.host --steps $(ARGS)
+	.venv/bin/python -m benchmarks.speed.host $(ARGS)
+	.venv/bin/python -m benchmarks.speed.host --steps $(ARGS)
 
 bench26-host: venv26
-	.venv26/bin/python -m benchmarks.host $(ARGS)
-	.venv26/bin/python -m benchmarks.host --steps $(ARGS)
+	.venv26/bin/python -m benchmarks.speed.host $(ARGS)
+	.venv26/bin/python -m benchmarks.speed.host --steps $(ARGS)
 
 bench26-%: venv26
-	.venv26/bin/python -m benchmarks.$*
+	.venv26/bin/python -m $(call module_of,$*) $(ARGS)
 
 venv-release: .venv-release/.installed
 .venv-release/.installed: requirements/release.txt

@@ -1,4 +1,4 @@
-"""One of the failures of `benchmarks.failures`; ``make bench-failures`` tries 200."""
+"""One of the failures of `benchmarks.faults.failures`; ``make bench-failures`` tries 200."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.failures import Fault, campaign, judge
+from benchmarks.faults.failures import Fault, campaign, judge
 from tests.fake_device import selected
 
 CAUSE = "PeerError: rank 1 failed in step 3: ValueError: planted in the update. Rank 0 waited"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from benchmarks._libreoffice import (
+from benchmarks.contrastive._libreoffice import (
     PagePair,
     paragraphs,
     read_catalogue,

@@ -1,4 +1,4 @@
-"""The cases of ``python -m benchmarks.self_test``, which a user runs on a device of their own."""
+"""The cases of ``python -m benchmarks.correctness.self_test``, which a user runs on a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 import pytest
 
-from benchmarks.self_test import main, self_test
+from benchmarks.correctness.self_test import main, self_test
 from paddle_recompute import is_recomputing
 
 

@@ -128,7 +128,7 @@ def test_a_warning_alone_ends_with_exit_code_0(called: Callable[..., Result]) ->
     ("arguments", "words"),
     [
         (["--config", "a.yaml", "--parity"], "--parity is gone: call paddle-recompute parity"),
-        (["--self-test"], "--self-test is gone: call python -m benchmarks.self_test"),
+        (["--self-test"], "--self-test is gone: call python -m benchmarks.correctness.self_test"),
         (["--config", "a.yaml", "--output", "a.yaml"], "--output a.yaml: must end in .json"),
     ],
 )

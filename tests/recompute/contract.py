@@ -3,7 +3,7 @@
 A case is a function that is given a `Run`: ``run(function, *args, **kwargs)`` is the plain call,
 Paddle's recompute or ours. It does what a user would do and returns what a user can look at.
 `case` makes a test of it, ours against the plain call, bit by bit, and lists it in `CASES`, from
-which ``benchmarks/correctness.py`` makes its table.
+which ``benchmarks.correctness`` makes its table.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Case:
         expected: What must be seen, if that is not what the plain call shows.
         or_error: Whether a clear error is as good as the plain call's result.
         has_gradients: Whether a gradient is to be seen at all.
-        is_listed: Whether it has a line of its own in the table of ``benchmarks/correctness.py``.
+        is_listed: Whether it has a line of its own in the table of ``benchmarks.correctness``.
     """
 
     section: str

@@ -129,7 +129,9 @@ def parity(config_file: str, steps: int, as_json: bool, overrides: tuple[str, ..
 @configured(
     click.option("--output", metavar="FILE", help="Where the report goes, a .json file."),
     refused("--parity", "is gone: call paddle-recompute parity, too"),
-    refused("--self-test", "is gone: call python -m benchmarks.self_test in a checkout"),
+    refused(
+        "--self-test", "is gone: call python -m benchmarks.correctness.self_test in a checkout"
+    ),
     as_json,
     interrupted="interrupted; all ranks have ended",
 )

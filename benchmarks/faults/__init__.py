@@ -1,0 +1,1 @@
+"""What becomes of a run in which something fails."""

@@ -1,0 +1,1 @@
+"""What every benchmark needs: paired timing, ranks, networks, and dated records."""

@@ -1,0 +1,185 @@
+"""Peak memory and step time of the ways to recompute, against Paddle's own, on one encoder.
+
+12 post-norm Transformer blocks, hidden 256, feed-forward 1024, 4 heads, batch 16, length 64, GELU,
+dropout 0.1, AdamW. The peak is the largest number of bytes during the third step, each variant in a
+process of its own; time is the ratio within a round of one step of each variant, in one process.
+
+    python -m benchmarks.memory.recompute_cost [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from benchmarks.harness.record import (
+    RESULTS,
+    hardware_tag,
+    in_own_process,
+    paired_seconds,
+    ratios,
+    table,
+    write_record,
+)
+from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.options import RecomputeConfig
+from paddle_recompute.recompute import apply_recompute
+
+LAYERS, HIDDEN, BATCH, LENGTH = 12, 256, 16, 64
+CHEAP = ["layers.*.activation", "layers.*.dropout*", "layers.*.norm*"]
+BLOCKS = ["layers.*"]
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "no recompute": {},
+    "Paddle, reentrant (its default)": {"paddle": True},
+    "Paddle, hooks": {"paddle": False},
+    "all blocks": {"checkpoints": BLOCKS},
+    "every second block": {"checkpoints": BLOCKS, "policy": "every_n"},
+    "sqrt(12) = 3 segments": {"checkpoints": BLOCKS, "policy": "segments"},
+    "selective: activation, dropout, norm": {"checkpoints": CHEAP},
+    "selective: the same and attention": {"checkpoints": [*CHEAP, "layers.*.self_attn"]},
+    "all blocks, inputs on disk": {"checkpoints": BLOCKS, "offload": "disk"},
+}
+BASE = "Paddle, reentrant (its default)"
+
+
+class PaddleRecompute(paddle.nn.Layer):
+    """The encoder's blocks, each under fleet's own recompute."""
+
+    def __init__(self, encoder: paddle.nn.Layer, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layers = encoder.layers
+        self._use_reentrant = use_reentrant
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.utils import recompute
+
+        for layer in self.layers:
+            x = recompute(layer, x, use_reentrant=self._use_reentrant)
+        return x
+
+
+def make_encoder() -> paddle.nn.Layer:
+    """A fresh model, the same each time."""
+    paddle.seed(0)
+    block = paddle.nn.TransformerEncoderLayer(HIDDEN, 4, 4 * HIDDEN, dropout=0.1, activation="gelu")
+    return paddle.nn.TransformerEncoder(block, LAYERS)
+
+
+def make_step(variant: dict[str, Any]) -> Callable[[], float]:
+    """One training step of a fresh model."""
+    model = make_encoder()
+    if "paddle" in variant:
+        model = PaddleRecompute(model, variant["paddle"])
+    elif variant:
+        apply_recompute(model, RecomputeConfig(**variant))
+    optimizer = paddle.optimizer.AdamW(1e-4, parameters=model.parameters())
+    x = paddle.randn([BATCH, LENGTH, HIDDEN])
+    x.stop_gradient = False  # Paddle's reentrant form gives no gradients otherwise
+
+    def step() -> float:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        x.clear_grad()
+        return float(loss)
+
+    return step
+
+
+def peak_of(name: str) -> dict[str, float]:
+    """Peak bytes of the third step, and its loss."""
+    step = make_step(VARIANTS[name])
+    step(), step()
+    if _memory.can_reset_peak():
+        _memory.reset_peak()
+    loss = step()
+    return {"peak": _memory.peak_bytes(), "loss": loss}
+
+
+def draw(peaks: dict[str, int], times: dict[str, float], path: str) -> None:
+    """Peak against time, a point a variant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name, peak in peaks.items():
+        ours = not name.startswith(("Paddle", "no "))
+        axes.scatter(times[name], peak / 1e6, s=60, color="#1f77b4" if ours else "#999999")
+        axes.annotate(name, (times[name], peak / 1e6), (7, 5), textcoords="offset points", size=8)
+    axes.set_xlabel("step time, as a ratio to the step without recompute")
+    axes.set_ylabel("peak memory of a step, MB")
+    axes.set_title(f"{LAYERS} blocks, hidden {HIDDEN}, batch {BATCH}, length {LENGTH}")
+    axes.set_ylim(0)
+    axes.margins(x=0.25)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Measure everything and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--peak-of", choices=VARIANTS, help="internal: one variant's peak")
+    options = parser.parse_args()
+    if options.peak_of:
+        print(json.dumps(peak_of(options.peak_of)))
+        return
+
+    module = "benchmarks.memory.recompute_cost"
+    measured = {name: in_own_process(module, "--peak-of", name) for name in VARIANTS}
+    steps = {name: make_step(variant) for name, variant in VARIANTS.items()}
+    seconds = paired_seconds(steps, warm_up=2, rounds=options.rounds)
+    to_plain, to_paddle = ratios(seconds, "no recompute"), ratios(seconds, BASE)
+    peaks = {name: result["peak"] for name, result in measured.items()}
+    rows = [
+        (
+            name,
+            f"{peak:,}",
+            f"{peak / peaks['no recompute']:.3f}",
+            f"{peak / peaks[BASE]:.4f}",
+            f"{to_plain[name][0]:.3f}",
+            "{:.3f} ({:.3f} to {:.3f})".format(*to_paddle[name]),
+            f"{measured[name]['loss']:.9g}",
+        )
+        for name, peak in peaks.items()
+    ]
+    header = (
+        "variant",
+        "peak, bytes",
+        "peak / plain",
+        "peak / Paddle's default",
+        "time / plain",
+        "time / Paddle's default (quartiles)",
+        "loss of step 3",
+    )
+    picture = RESULTS / f"recompute_cost_{hardware_tag()}.png"
+    RESULTS.mkdir(exist_ok=True)
+    draw(peaks, {name: middle for name, (middle, _, _) in to_plain.items()}, str(picture))
+    path = write_record(
+        "recompute_cost",
+        "Peak memory and step time of recompute",
+        "python -m benchmarks.memory.recompute_cost",
+        [
+            *(__doc__ or "").strip().splitlines()[:5],
+            "",
+            f"Warm-up 2 rounds, measured {options.rounds} rounds.",
+            "",
+            *table(header, rows),
+            "",
+            f"![peak against time]({picture.name})",
+        ],
+    )
+    print(path.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Gradient synchronization between ranks: time, and equal bits."""

@@ -1,0 +1,321 @@
+"""Host time of a recomputed call above the plain call, beside fleet's forms and a floor.
+
+On a GPU the host only launches kernels. Python that takes longer than they do is the time of a
+step; on a CPU the kernels hide it. So the tensors are tiny here, the CPU time of the thread is
+taken, and what counts is a call's time above that of the plain call. The floor is twenty bare lines
+with the same saved-tensor hooks: exact for these blocks alone, and nothing is checked.
+
+    python -m benchmarks.speed.host [--rounds N] [--block NAME] [--steps]
+
+Whole steps, of `_host_steps`, have a record of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle.distributed.fleet.utils import recompute as fleet_recompute
+
+from benchmarks.harness.record import table, write_record
+from benchmarks.speed import _host_steps
+from paddle_recompute import ContrastiveLoss, GradCache, recompute
+
+BLOCKS_IN_TURN = 12
+Call = Callable[[paddle.nn.Layer, paddle.Tensor], paddle.Tensor]
+
+
+class LinearBlock(paddle.nn.Layer):
+    """A pre-norm feed-forward block with a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = paddle.nn.LayerNorm(8)
+        self.up, self.down = paddle.nn.Linear(8, 16), paddle.nn.Linear(16, 8)
+        self.dropout = paddle.nn.Dropout(0.1)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``[batch, length, 8]``, float32, as `x` is."""
+        return x + self.dropout(self.down(paddle.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class ResNetBlock(paddle.nn.Layer):
+    """Two convolutions with BatchNorm, whose statistics are updated once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = paddle.nn.LayerList(
+            [paddle.nn.Conv2D(4, 4, 3, padding=1, bias_attr=False) for _ in range(2)]
+        )
+        self.norms = paddle.nn.LayerList([paddle.nn.BatchNorm2D(4) for _ in range(2)])
+        self.activation = paddle.nn.ReLU()
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``[batch, 4, height, width]``, float32, as `x` is."""
+        y = self.activation(self.norms[0](self.convolutions[0](x)))
+        return self.activation(self.norms[1](self.convolutions[1](y)) + x)
+
+
+class MixtureBlock(paddle.nn.Layer):
+    """Four experts behind a gate; it counts its calls, as many blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = paddle.nn.Linear(8, 4)
+        self.experts = paddle.nn.LayerList(
+            [
+                paddle.nn.Sequential(
+                    paddle.nn.Linear(8, 16), paddle.nn.GELU(), paddle.nn.Linear(16, 8)
+                )
+                for _ in range(4)
+            ]
+        )
+        self.calls = 0
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``[batch, length, 8]``, float32, as `x` is."""
+        self.calls += 1
+        shares = paddle.nn.functional.softmax(self.gate(x)).unsqueeze(-2)
+        return x + (paddle.stack([expert(x) for expert in self.experts], -1) * shares).sum(-1)
+
+
+def transformer_layer() -> paddle.nn.Layer:
+    """Paddle's own, post-norm, with dropout."""
+    return paddle.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, activation="gelu")
+
+
+BLOCKS: dict[str, tuple[Callable[[], paddle.nn.Layer], list[int]]] = {
+    "Linear block": (LinearBlock, [2, 4, 8]),
+    "transformer layer": (transformer_layer, [2, 4, 8]),
+    "ResNet block": (ResNetBlock, [2, 4, 4, 4]),
+    "MoE block": (MixtureBlock, [2, 4, 8]),
+}
+
+
+def bare_hooks(block: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    """Twenty lines: the tensors of the second forward take the place of the first one's."""
+    numbers: list[int] = []
+    values: list[paddle.Tensor] = []
+    argument = x.detach()
+    argument.stop_gradient = False
+    state = paddle.get_rng_state()
+
+    def pack(tensor: paddle.Tensor) -> int:
+        numbers.append(len(numbers))
+        return numbers[-1]
+
+    def unpack(number: int) -> paddle.Tensor:
+        if not values:
+            now = paddle.get_rng_state()
+            paddle.set_rng_state(state)
+            with (
+                paddle.set_grad_enabled(True),
+                paddle.autograd.saved_tensors_hooks(
+                    lambda tensor: values.append(tensor.detach()), lambda nothing: nothing
+                ),
+            ):
+                block(argument)
+            paddle.set_rng_state(now)
+        return values[number]
+
+    with paddle.autograd.saved_tensors_hooks(pack, unpack):
+        return block(x)
+
+
+FORMS: dict[str, Call] = {
+    "plain": lambda block, x: block(x),
+    "floor": bare_hooks,
+    "fleet, default": lambda block, x: fleet_recompute(block, x),
+    "fleet, hooks": lambda block, x: fleet_recompute(block, x, use_reentrant=False),
+    "ours": lambda block, x: recompute(block, x),
+}
+# On a CPU of 2.6, fleet's hooks fail, and the engine empties a tensor that the floor gives twice.
+WITHOUT_26 = ("fleet, hooks", "floor")
+
+
+def forms_here() -> dict[str, Call]:
+    """Those of `FORMS` that this Paddle has."""
+    left_out = WITHOUT_26 if paddle.__version__.startswith("2.6") else ()
+    return {form: call for form, call in FORMS.items() if form not in left_out}
+
+
+def measured(name: str, rounds: int) -> dict[str, tuple[float, float, float]]:
+    """By form: microseconds of a forward and of a backward, and of both above the plain call."""
+    paddle.seed(1)
+    make, shape = BLOCKS[name]
+    blocks = paddle.nn.LayerList([make() for _ in range(BLOCKS_IN_TURN)])
+    x = paddle.randn(shape)
+    x.stop_gradient = False  # fleet's default form gives no gradients otherwise
+    forms = forms_here()
+
+    def run(call: Call) -> tuple[float, float]:
+        start, y = time.thread_time(), x
+        for block in blocks:
+            y = call(block, y)
+        middle = time.thread_time()
+        y.sum().backward()
+        end = time.thread_time()
+        blocks.clear_gradients()
+        x.clear_gradient()
+        return middle - start, end - middle
+
+    seconds: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
+    for number in range(rounds + 3):
+        for form, call in forms.items():
+            taken = run(call)
+            if number >= 3:
+                seconds[form].append(taken)
+    found = {}
+    for form, values in seconds.items():
+        above = [sum(own) - sum(bare) for own, bare in zip(values, seconds["plain"], strict=True)]
+        parts = (*zip(*values, strict=True), above)
+        found[form] = tuple(statistics.median(part) / BLOCKS_IN_TURN * 1e6 for part in parts)
+    return found  # type: ignore[return-value]
+
+
+def counted_objects(name: str) -> dict[str, int]:
+    """By form: what a forward leaves for the backward, as objects that the garbage collector
+    counts. So many forwards make it look through the young ones, and from time to time through the
+    whole heap of the process.
+    """
+    make, shape = BLOCKS[name]
+    block, x = make(), paddle.randn(shape)
+    x.stop_gradient = False
+    found = {}
+    for form, call in forms_here().items():
+        call(block, x).sum().backward()
+        gc.collect()
+        gc.disable()
+        before = gc.get_count()[0]
+        y = call(block, x)
+        found[form] = gc.get_count()[0] - before
+        gc.enable()
+        del y
+    return found
+
+
+class Encoder(paddle.nn.Layer):
+    """A transformer layer without dropout, and the mean over the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = paddle.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``[batch, 8]``, float32, of ``[batch, length, 8]``."""
+        return self.layer(x).mean(1)
+
+
+def cached_by_hand(
+    encoder: paddle.nn.Layer, loss: Callable[..., paddle.Tensor], sides: list[paddle.Tensor]
+) -> None:
+    """What GradCache computes, dropout included, where nothing has state or is checked."""
+    chunks = [[side[i : i + 4] for i in range(0, CACHED_ROWS, 4)] for side in sides]
+    states: list[Any] = []
+
+    def first(chunk: paddle.Tensor) -> paddle.Tensor:
+        states.append(paddle.get_rng_state())
+        return encoder(chunk)
+
+    with paddle.no_grad():
+        heads = [paddle.concat([first(chunk) for chunk in side]) for side in chunks]
+    for head in heads:
+        head.stop_gradient = False
+    loss(*heads).backward()
+    for side, head in zip(chunks, heads, strict=True):
+        for number, chunk in enumerate(side):
+            now = paddle.get_rng_state()
+            paddle.set_rng_state(states.pop(0))
+            again = encoder(chunk)
+            paddle.set_rng_state(now)
+            again.backward(head.grad[4 * number : 4 * number + 4])
+
+
+CACHED_ROWS = 32
+
+
+def measured_cache(rounds: int) -> tuple[float, float, float]:
+    """Microseconds per chunk by hand and of `GradCache`, and the ratio, taken within a round."""
+    paddle.seed(1)
+    encoder, loss = Encoder(), ContrastiveLoss(0.1)
+    sides = [paddle.randn([CACHED_ROWS, 4, 8]) for _ in range(2)]
+    cache = GradCache(encoder, loss, chunk_size=4)
+    seconds: list[tuple[float, float]] = []
+    for number in range(rounds + 3):
+        taken = []
+        for run in (lambda: cached_by_hand(encoder, loss, sides), lambda: cache.backward(*sides)):
+            start = time.thread_time()
+            run()
+            taken.append(time.thread_time() - start)
+            encoder.clear_gradients()
+        if number >= 3:
+            seconds.append((taken[0], taken[1]))
+    of_a_chunk = 1e6 / (2 * CACHED_ROWS / 4)
+    by_hand, ours = (statistics.median(part) * of_a_chunk for part in zip(*seconds, strict=True))
+    return by_hand, ours, statistics.median(own / bare for bare, own in seconds)
+
+
+def main() -> None:
+    """Measure and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--block", choices=BLOCKS, help="this one alone, and no record")
+    parser.add_argument("--steps", action="store_true", help="whole steps alone")
+    arguments = parser.parse_args()
+    if arguments.steps:
+        layer = measured("transformer layer", arguments.rounds)
+        above = {form: taken[2] for form, taken in layer.items()}
+        print(_host_steps.record(above, arguments.rounds))
+        return
+    rows: list[list[Any]] = []
+    for name in [arguments.block] if arguments.block else BLOCKS:
+        found = measured(name, arguments.rounds)
+        objects, fleet = counted_objects(name), found["fleet, default"][2]
+        for form, (forward, backward, above) in found.items():
+            ratio = f"{above / fleet:.2f}" if form != "plain" else "-"
+            times = (f"{us:.0f}" for us in (forward, backward, above))
+            rows.append([name, form, *times, ratio, objects[form]])
+        print(*(" ".join(map(str, row)) for row in rows[-len(found) :]), sep="\n", flush=True)
+    if arguments.block:
+        return
+    by_hand, cached, ratio = measured_cache(arguments.rounds)
+    print("GradCache", *(f"{value:.2f}" for value in (by_hand, cached, ratio)))
+    header = [
+        "block", "form", "forward, us", "backward, us", "above plain, us", "of fleet's", "objects",
+    ]  # fmt: skip
+    path = write_record(
+        "host",
+        "Host time of a recomputed call",
+        f"python -m benchmarks.speed.host --rounds {arguments.rounds}",
+        [
+            "CPU time of the thread, per call of a block, tiny tensors; the median of "
+            f"{arguments.rounds} rounds, in each of which every form runs {BLOCKS_IN_TURN} blocks "
+            "in turn, one after the other. 'Above plain' is taken within a round. Other programs "
+            "ran on the machine: the ratio counts, not the microseconds. Objects: what a forward "
+            "leaves for the backward that the garbage collector counts.",
+            "",
+            *table(header, rows),
+            "",
+            "The gradient cache: a transformer layer without dropout as encoder of both sides, "
+            f"{CACHED_ROWS} rows in chunks of 4, loss and both forwards; the ratio is taken within "
+            "a round.",
+            "",
+            *table(
+                ["form", "per chunk, us", "of by hand"],
+                [
+                    ["by hand", f"{by_hand:.0f}", "1.00"],
+                    ["GradCache", f"{cached:.0f}", f"{ratio:.2f}"],
+                ],
+            ),
+        ],
+    )
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
