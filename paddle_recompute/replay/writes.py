@@ -78,9 +78,10 @@ class Stamps:
 
     def __init__(self, tensors: list[paddle.Tensor]) -> None:
         addresses = addresses_of(tensors)
-        if not all(addresses) and not _any_travels:  # 2.6 ends the process where a version is asked
-            tensors = [one for one, address in zip(tensors, addresses, strict=True) if address]
-            addresses = [*filter(None, addresses)]
+        if not all(addresses):  # asked for the version of such a tensor, 2.6 ends the process
+            pairs = zip(tensors, addresses, strict=True)
+            tensors = [t for t, address in pairs if address or _content_of(t) is not None]
+            addresses = addresses_of(tensors)
         self._tensors, self._addresses = tensors, addresses
         self._tick = _tick
         self._versions = [*map(version_of, tensors)]

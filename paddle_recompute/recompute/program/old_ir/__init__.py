@@ -30,7 +30,7 @@ def prepare_to_static(layer: str, trains: bool, change: object) -> None:
     if trains and builds_whole_graph():
         raise StaticGraphError(
             f"paddle.jit.to_static met recompute('{layer}') in training mode, and Paddle 2.6 "
-            "cannot recompute there; train the model as it is in dygraph, or build a Program and use "
-            "static_graph.minimize; only Paddle 3.3 can do both. For paddle.jit.save, call eval() "
-            "of the model first, or unwrap() of each wrapped Layer"
+            "cannot recompute there; train the model as it is in dygraph, or build a Program and "
+            "use static_graph.minimize; only Paddle 3.3 can do both. For paddle.jit.save, call "
+            "eval() of the model first, or unwrap() of each wrapped Layer"
         )
