@@ -62,18 +62,18 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Callable[..., Tensor]]] = {
 
 
 def exchanged(run: Run, where: str, kind: str) -> Seen:
-    makes = {
-        "parameters": lambda: paddle.create_parameter([4, 4], "float32"),
-        "tensors": lambda: leaf(4, 4),
-        "results": lambda: leaf(4, 4) * 2,
-    }
-    a, b, x, y = makes[kind](), makes[kind](), leaf(3, 4), leaf(3, 4)
+    is_parameter = kind == "parameters"
+    sources = [
+        paddle.create_parameter([4, 4], "float32") if is_parameter else leaf(4, 4) for _ in range(2)
+    ]
+    a, b = [source * 2 for source in sources] if kind == "results" else sources
+    x, y = leaf(3, 4, stop_gradient=True), leaf(3, 4, stop_gradient=True)
     b.stop_gradient = True
     given = [a, b] if where == "that are arguments" else []
-    loss = loss_of(run(PAIRS[where](a, b), x * 2, y * 2, *given))
+    loss = loss_of(run(PAIRS[where](a, b), x, y, *given))
     a.stop_gradient, b.stop_gradient = True, False
     loss.backward()
-    return {"loss": loss, "a": a, "b": b, "x": x, "y": y}
+    return {"loss": loss, "a": a, "b": b, "sources": sources, "x": x, "y": y}
 
 
 test_pairs = case(
