@@ -398,7 +398,7 @@ def skip_a_batch() -> list[float]:
         except MemoryError:
             failed += 1
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if int(failed):
+        if failed.item():
             continue
         with sync.last_backward():
             loss.backward()
