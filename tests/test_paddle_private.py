@@ -11,6 +11,7 @@ import gc
 import inspect
 import math
 import re
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
 from paddle_recompute._paddle import (
     backward,
+    counting,
     distributed,
     flat,
     gradients,
@@ -79,6 +81,7 @@ PRIVATE: list[tuple[Any, str]] = [
     (core.eager, "register_saved_tensors_hooks run_backward run_partial_grad"),
     (paddle.distributed.parallel, "_new_process_group_impl"),
     (paddle.distributed.collective, "_set_custom_gid"),
+    *((sys.modules[module], name) for module, name in counting.COUNTERS),
 ]
 NOT_ON_26 = {
     "_new_shared_tensor",
@@ -245,6 +248,33 @@ def test_what_the_engine_was_asked_for_stands_where_it_is_read(
     call(y, x, retain)
     assert [(one.retain_graph, one.partial) for one in seen] == [(retain, partial)]
     assert backward.current_backward() is None
+
+
+def test_only_a_py_layer_gives_a_pack_hook_the_object_itself() -> None:
+    """`saved_tensors.without_graph` keeps a parameter as it is where a hook gets one."""
+
+    class Keeps(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+            return gradient
+
+    parameter, packed = paddle.create_parameter([2], "float32"), []
+
+    def pack(tensor: paddle.Tensor) -> paddle.Tensor:
+        packed.append(tensor is parameter)
+        assert tensor is parameter or type(tensor) is paddle.Tensor
+        return tensor
+
+    with paddle.autograd.saved_tensors_hooks(pack, lambda tensor: tensor):
+        parameter.exp() * parameter
+        assert packed and not any(packed)
+        Keeps.apply(parameter)
+    assert packed[-1]
 
 
 def test_an_exception_of_an_unpack_hook_becomes_an_os_error() -> None:

@@ -15,6 +15,7 @@ from paddle.autograd.py_layer import PyLayerContext
 from paddle.base import core
 
 from paddle_recompute._paddle.amp import OFF, amp_state_of
+from paddle_recompute._paddle.layers import is_parameter
 from paddle_recompute._paddle.version import paddle_version
 
 
@@ -64,6 +65,27 @@ ENGINE_TAKES_MEMORY = not _HAS_SHALLOW_COPY
 C++ tensor; 3.x leaves it there. Can go with 2.6."""
 version_of: Callable[[paddle.Tensor], int] = core.eager.Tensor._inplace_version
 """What ``Tensor.inplace_version`` calls (2.6, 3.x), without its Python frame."""
+
+_HAS_ATTRIBUTES = core.eager.Tensor.__dictoffset__ > 0
+"""From 3.0 a user may put attributes on any tensor; on 2.6, on parameters alone."""
+
+
+def without_graph(tensor: paddle.Tensor) -> paddle.Tensor:
+    """What to keep of a tensor that was saved: the same C++ tensor, hence the same version counter,
+    with its attributes and without its graph.
+
+    A parameter is kept as it is. Of what operators save, hooks get new Python objects; a PyLayer
+    (2.6, 3.x) gives the object that it was given, and asks for that.
+    """
+    if type(tensor) is not paddle.Tensor and is_parameter(tensor):
+        return tensor
+    kept = tensor.detach()
+    if not tensor.stop_gradient:
+        kept.stop_gradient = False  # a PyLayer may ask what it saved
+    if _HAS_ATTRIBUTES and (attributes := tensor.__dict__):
+        kept.__dict__.update(attributes)
+    return kept
+
 
 Look = tuple[Any, Any, int, list[int]]
 """`dtype_of`, strides (in elements; None: contiguous) and offset in its memory (in bytes) of a

@@ -276,7 +276,9 @@ class ControlClient:
         if trouble.startswith(f"rank {self.rank} "):
             return (
                 f"{trouble}. That ended the run on all ranks, so rank {self.rank} cannot begin "
-                f"{what}; start the ranks again, from the last checkpoint"
+                f"{what}; start the ranks again, from the last checkpoint. To skip a batch whose "
+                "forward fails, run the forward before last_backward() and let all ranks skip the "
+                "step: docs/gradient_synchronization.md has an example"
             )
         return f"{trouble}. Rank {self.rank} waited {self.place} for {what}."
 

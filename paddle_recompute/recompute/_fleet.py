@@ -41,7 +41,7 @@ class FleetRecomputeLayer(WrappedLayer):
         if not is_dygraph():
             raise StaticGraphError(
                 "recompute.engine: fleet works in dygraph only; in a Program use "
-                "recompute.engine: paddle_recompute"
+                "recompute.engine: paddle_recompute, or unwrap() the Layer"
             )
         if not paddle.is_grad_enabled():
             return super().__call__(*args, **kwargs)

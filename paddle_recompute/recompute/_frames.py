@@ -51,6 +51,7 @@ from paddle_recompute._paddle.saved_tensors import (
     look_of,
     looks_of,
     version_of,
+    without_graph,
 )
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
@@ -82,12 +83,12 @@ class FrameTicket(Kept):
     is_spent: bool
     """Whether the backward of its operator is over and cannot run again."""
 
-    def value(self, is_last: bool) -> paddle.Tensor:
+    def value(self, is_last: bool, itself: bool = False) -> paddle.Tensor:
         """The tensor, from a second run of the frame."""
         frame = self.frame
         if self.tensor is None:
             frame.recompute(self, is_last)
-        value = self.take(is_last or bool(frame.parts))
+        value = self.take(is_last or bool(frame.parts), itself)
         if is_last and frame.parts:
             if not self.is_spent:
                 self.is_spent = True
@@ -338,9 +339,7 @@ class _Repetition:
 
     def pack(self, tensor: paddle.Tensor) -> None:
         """Keep the tensor, without its graph."""
-        kept = tensor.detach()  # the same C++ tensor, hence the same version counter
-        if not tensor.stop_gradient:
-            kept.stop_gradient = False  # a PyLayer may ask what it saved
+        kept = without_graph(tensor)
         self._kept.append(kept)
         self._versions.append(version_of(kept))
         if self._is_careful and len(self._kept) <= len(self._tickets):
@@ -471,7 +470,8 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
             source = link or _discarded.ticket_for(leaf) or storage.keep(leaf)
         if found is None:
             stamp = stamp_of(leaf) if isinstance(source, paddle.Tensor) else None
-            found = kept[id(leaf)] = Input(source, leaf.stop_gradient, stamp)
+            attributes = None if is_parameter(leaf) else _nested.attributes_of(leaf)
+            found = kept[id(leaf)] = Input(source, leaf.stop_gradient, stamp, attributes)
         return found
 
     return _nested.map_leaves(keep, inputs)

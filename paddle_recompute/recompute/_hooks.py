@@ -37,6 +37,7 @@ from paddle_recompute._paddle.saved_tensors import (
     shares_memory,
     version_of,
     with_layout,
+    without_graph,
 )
 from paddle_recompute.errors import RecomputeError
 
@@ -60,13 +61,11 @@ class Kept:
         self.keep(tensor)
 
     def keep(self, tensor: paddle.Tensor) -> None:
-        """Keep `tensor`, without its graph: the same C++ tensor, hence the same version counter."""
-        kept = self.tensor = tensor.detach()
-        if not tensor.stop_gradient:
-            kept.stop_gradient = False  # a PyLayer may ask what it saved
-        self.version = version_of(kept)
+        """Keep `tensor`, as `without_graph` says."""
+        self.tensor = without_graph(tensor)
+        self.version = version_of(tensor)
 
-    def take(self, is_last: bool) -> paddle.Tensor:
+    def take(self, is_last: bool, itself: bool) -> paddle.Tensor:
         """The tensor, unless it was changed in place; it is kept no longer if `is_last`."""
         kept = self.tensor
         if kept is None:
@@ -78,19 +77,23 @@ class Kept:
                 f"A tensor ({describe(kept)}) that an operator saved for its backward was "
                 "changed in place afterwards. Change a copy instead."
             )
-        if self.layout is not None:
+        if self.layout is not None and not itself:
             kept = with_layout(kept, self.layout)
         if is_last:
             self.tensor = None  # freed as in Paddle, even if the output is still referenced
-            if not ENGINE_TAKES_MEMORY:
-                return kept
+        if itself or (is_last and not ENGINE_TAKES_MEMORY):
+            return kept
         return memory_for_engine(kept) if self.is_for_engine else shares_memory(kept)
 
-    def value(self, is_last: bool) -> paddle.Tensor:
+    def value(self, is_last: bool, itself: bool = False) -> paddle.Tensor:
         """The tensor, as an object that is not used elsewhere, because the engine may move the
-        memory out of it (2.6); `is_last`: nobody will ask for it again.
+        memory out of it (2.6).
+
+        Args:
+            is_last: Whether nobody will ask for it again.
+            itself: Whether the object that is kept is asked for; a PyLayer asks so.
         """
-        return self.take(is_last)
+        return self.take(is_last, itself)
 
 
 def _keep(tensor: paddle.Tensor) -> Kept:
@@ -258,7 +261,7 @@ def _value_for_py_layer(
     if backward.py_layer is not context:
         backward.py_layer, backward.given = context, {}
     if ticket not in backward.given:
-        backward.given[ticket] = ticket.value(is_last)
+        backward.given[ticket] = ticket.value(is_last, itself=True)
     value = backward.given[ticket]
     # Of an output, ``stop_gradient`` was not known yet when it was saved.
     if backward.creates_graph and _may_need_gradient(value):
@@ -267,7 +270,7 @@ def _value_for_py_layer(
             "create_graph=True it would get what it saved without history, and the second "
             "derivative may lack terms. Call the PyLayer outside of recompute."
         )
-    return shares_memory(value)
+    return value
 
 
 def _may_need_gradient(tensor: paddle.Tensor) -> bool:

@@ -10,10 +10,10 @@ import paddle
 from paddle_recompute import _nested
 from paddle_recompute._nested import describe
 from paddle_recompute._paddle.backward import is_last_backward
-from paddle_recompute._paddle.layers import is_parameter
+from paddle_recompute._paddle.layers import is_initialized, is_parameter
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import Kept
-from paddle_recompute.replay import Stamp, is_written_since
+from paddle_recompute.replay import Stamp, is_written_since, released
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,32 @@ class Input:
     Not a dataclass, because `map_leaves` would look for tensors inside it.
     """
 
-    __slots__ = ("source", "stamp", "stop_gradient")
+    __slots__ = ("attributes", "source", "stamp", "stop_gradient")
 
-    def __init__(self, source: Any, stop_gradient: bool, stamp: Stamp | None = None) -> None:
+    def __init__(
+        self,
+        source: Any,
+        stop_gradient: bool,
+        stamp: Stamp | None = None,
+        attributes: dict[str, Any] | None = None,
+    ) -> None:
         self.source = source
         self.stop_gradient = stop_gradient
         self.stamp = stamp
+        self.attributes = dict(attributes) if attributes else None
+        """What the user has put on the tensor (Paddle 3.x), as it was then."""
 
     def fetch(self, outputs: list[list[paddle.Tensor]]) -> paddle.Tensor:
         source = self.source
-        if self.stamp is not None and is_written_since(source, self.stamp):
-            raise RecomputeError(
-                f"An argument ({_named(source)}) of a recomputed function was changed in place "
-                "between its forward and its backward, so the forward cannot be repeated. Run the "
-                "backward before the change, or change a copy."
-            )
+        if self.stamp is not None:
+            if not is_initialized(source):
+                raise RecomputeError(released(f"An argument ({_named(source)})"))
+            if is_written_since(source, self.stamp):
+                raise RecomputeError(
+                    f"An argument ({_named(source)}) of a recomputed function was changed in place "
+                    "between its forward and its backward, so the forward cannot be repeated. Run "
+                    "the backward before the change, or change a copy."
+                )
         if _nested.is_tensor(source):
             if is_parameter(source):
                 return source
@@ -60,6 +71,8 @@ class Input:
         # to the real argument again.
         tensor = tensor.detach()
         tensor.stop_gradient = self.stop_gradient
+        if self.attributes:
+            tensor.__dict__.update(self.attributes)
         return tensor
 
 

@@ -84,23 +84,24 @@ def recompute(
         that it names, attributes at any depth, items of lists and dicts, sublayers, parameters) has
         in the second forward the value that it had in the first, even if other code has replaced it
         meanwhile. Buffers of Layers (BatchNorm statistics, power iterations, ...) are updated once,
-        as in a plain call; flags, random streams and AMP state are those of the first call.
+        as in a plain call; flags, ``stop_gradient``, random streams, context variables and AMP
+        state are those of the first call.
 
         *Refused.* A parameter, argument or captured tensor that the second forward uses and that
-        was written to before the backward (by an optimizer, ``set_value``, ``set_state_dict``,
-        ``paddle.assign`` or in place); a second forward that saves or returns other shapes or
-        dtypes.
+        was written to or released before the backward (by an optimizer, ``set_value``,
+        ``set_state_dict``, ``paddle.assign``, in place, or by ``_clear_dataptr``); a parameter that
+        the forward itself writes to (call it once under ``no_grad`` first); a second forward that
+        saves or returns other shapes or dtypes.
 
         *Not detected*, unless shapes or dtypes differ (or values, with
         ``determinism_check="values"``): iterators and files that the function advances; Python
         numbers, lists and dicts that it changes itself, such as counters, which change twice (not
         the numbers of a Layer with buffers); opaque arguments whose content is changed between the
-        forwards; captured tensors that it changes itself in place; attributes of classes; writes
-        by ``Tensor.exponential_``, by ``nn.initializer``, of ``functional.batch_norm`` into large
-        plain tensors, and those that bypass Paddle's Python API (``get_tensor()``, DLPack,
-        collectives, custom operators).
-        Effects in Python, such as logging, happen in both forwards; `is_recomputing` is true in the
-        second.
+        forwards; captured tensors that it changes itself in place; attributes of classes and of a
+        plain ``threading.local()``; writes by ``Tensor.exponential_``, by ``nn.initializer``, of
+        ``functional.batch_norm`` into large plain tensors, and those that bypass Paddle's Python
+        API (``get_tensor()``, DLPack, collectives, custom operators). Effects in Python, such as
+        logging, happen in both forwards; `is_recomputing` is true in the second.
 
     Several threads may call it at the same time. Paddle has one random stream for all threads. If a
     function draws while another thread draws, the backward raises, as far as this can be detected.

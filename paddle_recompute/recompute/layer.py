@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import paddle
 
 from paddle_recompute._paddle.backward import watch_backward
+from paddle_recompute._paddle.counting import around_counting
 from paddle_recompute._paddle.translation import (
     never_translate,
     never_translate_files_below,
@@ -270,7 +272,26 @@ def wrap_scope(layer: AnyLayer) -> AnyLayer:
 
 def replace_class(layer: paddle.nn.Layer, wrapping: type[WrappedLayer]) -> None:
     """Make `layer` an instance of `wrapping`, which keeps its own class as a base."""
+    around_counting(_bare)
     layer.__class__ = _wrapped_class(wrapping, type(layer))
+
+
+@contextlib.contextmanager
+def _bare(model: paddle.nn.Layer) -> Iterator[None]:
+    """Inside, the Layers of `model` have their bare classes."""
+    wrapped = [
+        (layer, type(layer))
+        for layer in model.sublayers(include_self=True)
+        if isinstance(layer, WrappedLayer)
+    ]
+    try:
+        for layer, _ in wrapped:
+            while isinstance(layer, WrappedLayer):
+                layer.__class__ = type(layer)._bare_class()
+        yield
+    finally:
+        for layer, kind in wrapped:
+            layer.__class__ = kind
 
 
 def _wrapped_class(

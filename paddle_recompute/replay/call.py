@@ -6,6 +6,7 @@ random streams, AMP state, train/eval flags, buffers, and a description of the o
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from paddle_recompute._paddle.backward import is_raised_by_an_operator, set_grad
 from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
+from paddle_recompute.replay.flags import flag_of, put_back_flags
 from paddle_recompute.replay.layer_state import LayerState
 from paddle_recompute.replay.random_streams import Draws
 from paddle_recompute.replay.reach import Reach
@@ -60,8 +62,8 @@ class Call:
     """
 
     __slots__ = (
-        "_amp", "_draws", "_layers", "_name", "_reach", "_returned", "check",
-        "compare_values", "function", "preserve_rng_state",
+        "_amp", "_context", "_draws", "_layers", "_name", "_parameters", "_reach", "_returned",
+        "check", "compare_values", "function", "preserve_rng_state",
     )  # fmt: skip
 
     _draws: Draws | None
@@ -105,7 +107,11 @@ class Call:
                 stamps.append((leaf, _writes.stamp(leaf)))
             else:
                 opaque |= type(leaf) not in _PLAIN
+        # The parameters among the arguments, which are not copied, with their flags.
+        parameters = [leaf for leaf, stamp in stamps if stamp.address is not None]
+        self._parameters = parameters, [*map(flag_of, parameters)]
         self._amp = amp_state()
+        self._context = contextvars.copy_context() or None
         like = before if before is not None and before._reach.is_settled and not opaque else None
         if like is None:
             reach = self._reach = Reach(self.function, (args, kwargs) if opaque else ())
@@ -164,8 +170,10 @@ class Call:
                 undo.append(functools.partial(draws.end_again, draws.begin_again()))
             if (amp := set_amp_state(self._amp)) is not self._amp:
                 undo.append(functools.partial(set_amp_state, amp))
+            may_change = self._reach.may_change_flags
+            put_back_flags(*self._parameters, undo, may_change=may_change)
             self._reach.put_back(undo)
-            self._layers.put_back(undo)
+            self._layers.put_back(undo, may_change_flags=may_change)
             self._layers.refuse_new_layers(self, undo)
             undo.append(functools.partial(set_gradients, set_gradients(True)))
             outputs = self._run_again(args, kwargs)
@@ -186,7 +194,9 @@ class Call:
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _depth.now += 1
         try:
-            return self.function(*args, **kwargs)
+            context = self._context
+            context = contextvars.Context() if context is None else context.copy()
+            return context.run(self.function, *args, **kwargs)
         except BaseException as error:
             if _is_of_the_repetition(error):
                 raise RecomputeError(

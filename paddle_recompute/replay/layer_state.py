@@ -34,6 +34,7 @@ from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
 from paddle_recompute.replay.contents import content_of, hold, is_same
+from paddle_recompute.replay.flags import flag_of, put_back_flags
 from paddle_recompute.replay.places import ABSENT, fill_dict
 from paddle_recompute.replay.snapshot import Undo
 
@@ -52,7 +53,7 @@ class _Buffer:
     def __init__(self, tensor: paddle.Tensor, mode: bool) -> None:
         self._held = hold(tensor)
         self._mode = mode
-        self._stamp = _writes.stamp(tensor)
+        self._stamp, self._flag = _writes.stamp(tensor), flag_of(tensor)
         self._copy: paddle.Tensor | None = _copy(tensor)
 
     def after_forward(self, now: paddle.Tensor | None) -> None:
@@ -73,6 +74,7 @@ class _Buffer:
     def as_it_was(self, name: str) -> paddle.Tensor:
         """A copy of the value before the forward; the caller may write to it."""
         copy = _copy(self._unwritten(name))
+        copy.stop_gradient = self._flag
         # What a function that is recomputed inside asks about the copy is known of the tensor.
         known = _is_unwritten.get((id(content_of(self._held)), self._mode))
         if known is not None:
@@ -83,6 +85,8 @@ class _Buffer:
         if self._copy is not None:
             return self._copy
         tensor: paddle.Tensor = content_of(self._held)
+        if not is_initialized(tensor):
+            raise RecomputeError(_writes.released(f"The buffer '{name}'"))
         if _writes.is_written_since(tensor, self._stamp):
             raise RecomputeError(
                 f"the buffer '{name}' ({list(tensor.shape)}) was changed between the "
@@ -199,7 +203,7 @@ class LayerState:
         known: The Layers, by id.
     """
 
-    __slots__ = ("_bare", "_holders", "_stamps", "_with_statistics", "known")
+    __slots__ = ("_bare", "_flags", "_holders", "_stamps", "_with_statistics", "known")
 
     def __init__(self, layers: list[paddle.nn.Layer], *, with_statistics: bool = False) -> None:
         """The state of `layers`, without their sublayers, before a forward; call `after_forward`
@@ -213,6 +217,7 @@ class LayerState:
         self._bare: list[dict[str, Any]] = []  # the dicts of buffers that are empty
         self._holders: list[_Holder] = []
         self._stamps: list[_writes.Stamps] = []
+        self._flags: list[tuple[list[paddle.Tensor], list[bool]]] = []
         self._add(layers)
 
     def add_called(self, layer: paddle.nn.Layer) -> list[paddle.nn.Layer]:
@@ -258,6 +263,7 @@ class LayerState:
         values = _flat(map(dict.values, parameters))
         trained = [one for one in values if one is not None and id(one) not in statistics]
         self._stamps.append(_writes.Stamps(trained))
+        self._flags.append((trained, [*map(flag_of, trained)]))
 
     def _add_buffers(self, layer: paddle.nn.Layer, *, is_norm: bool) -> None:
         is_read = not is_norm or self._with_statistics or kernel_reads_statistics(layer)
@@ -273,7 +279,9 @@ class LayerState:
             self._holders.append(_Holder(layer, tensors, before, empty))
 
     def after_forward(self) -> None:
-        """Drop the copies that are not needed."""
+        """Drop the copies that are not needed, and note what the forward itself has written to."""
+        for stamps in self._stamps:
+            stamps.after_forward()
         for holder in self._holders:
             for name, buffer in holder.before.items():
                 if buffer is not None:
@@ -287,9 +295,9 @@ class LayerState:
             and all(holder.is_unchanged() for holder in self._holders)
         )
 
-    def put_back(self, undo: Undo) -> None:
-        """Let buffers be as before the first forward, and every buffer a copy that the forward may
-        write to, until `undo`.
+    def put_back(self, undo: Undo, *, may_change_flags: bool) -> None:
+        """Let buffers, and ``stop_gradient`` of parameters, be as before the first forward, and
+        every buffer a copy that the forward may write to, until `undo`.
 
         Raises:
             RecomputeError: A large buffer, or a parameter that the forward reads, was changed.
@@ -300,10 +308,13 @@ class LayerState:
         for holder in self._holders:
             undo.append(functools.partial(fill_dict, holder.tensors, dict(holder.tensors)))
             holder.put_back()
+        for parameters, flags in self._flags:
+            put_back_flags(parameters, flags, undo, may_change=may_change_flags)
         written = {id(tensor) for stamps in self._stamps for tensor in stamps.written()}
         if written:
+            by_forward = set[int]().union(*(stamps.by_forward for stamps in self._stamps))
             for layer in self.known.values():
-                _guard(layer, written, undo)
+                _guard(layer, written, by_forward, undo)
 
     def _empty_all_but(self, filled: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         """Of the dicts of buffers that were empty, only those `filled` have any."""
@@ -320,8 +331,11 @@ _parameters_of, _buffers_of = map(operator.itemgetter, ("_parameters", BUFFERS))
 # ------------------------------------------------------------------------- changed parameters
 
 
-def _guard(layer: paddle.nn.Layer, written: AbstractSet[int], undo: Undo) -> None:
-    """Let the parameters of `layer` with an id that was `written` raise when they are read.
+def _guard(
+    layer: paddle.nn.Layer, written: AbstractSet[int], by_forward: AbstractSet[int], undo: Undo
+) -> None:
+    """Let the parameters of `layer` with an id that was `written` raise when they are read;
+    `by_forward`: the ids of those that the forward itself has written to.
 
     Not earlier: between forward and backward one of two optimizers may step, as in GAN training,
     and the function may not use the parameters that it changed.
@@ -329,26 +343,37 @@ def _guard(layer: paddle.nn.Layer, written: AbstractSet[int], undo: Undo) -> Non
     parameters = own_parameters(layer)
     changed = {name for name, one in dict.items(parameters) if id(one) in written}
     if changed:
-        set_own_parameters(layer, _Guarded(parameters, changed))
+        set_own_parameters(layer, _Guarded(parameters, changed, by_forward))
         undo.append(functools.partial(set_own_parameters, layer, parameters))
 
 
 class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
     """A dict of parameters, some of which raise when they are read."""
 
-    def __init__(self, parameters: dict[str, Any], changed: AbstractSet[str]) -> None:
+    def __init__(
+        self, parameters: dict[str, Any], changed: AbstractSet[str], by_forward: AbstractSet[int]
+    ) -> None:
         super().__init__(parameters)
-        self._changed = changed
+        self._changed, self._by_forward = changed, by_forward
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        if name in self._changed:
+        if name not in self._changed:
+            return parameter
+        what = f"the parameter '{parameter.name}' ({list(parameter.shape)})"
+        if id(parameter) in self._by_forward:
             raise RecomputeError(
-                f"the parameter '{parameter.name}' ({list(parameter.shape)}) was changed between "
-                "the forward and the backward (by an optimizer, set_value, set_state_dict or in "
-                "place), so the forward cannot be repeated. Run the backward before the change."
+                f"the recomputed forward itself changes {what}, so it cannot be repeated. If it "
+                "does so in its first call alone, as ActNorm does, call the Layer once under "
+                "paddle.no_grad() first; otherwise make the change outside of the recomputed Layer."
             )
-        return parameter
+        if not is_initialized(parameter):
+            raise RecomputeError(_writes.released(f"The parameter '{parameter.name}'"))
+        raise RecomputeError(
+            f"{what} was changed between the forward and the backward (by an optimizer, set_value, "
+            "set_state_dict or in place), so the forward cannot be repeated. Run the backward "
+            "before the change."
+        )
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if super().__contains__(name) else default

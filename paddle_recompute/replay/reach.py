@@ -40,12 +40,12 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import (
     STATISTICS,
     attributes_of_every_layer,
-    is_parameter,
+    is_initialized,
     layers_below,
 )
-from paddle_recompute.errors import RecomputeError
-from paddle_recompute.replay import writes as _writes
+from paddle_recompute.replay.captured import Captured
 from paddle_recompute.replay.contents import hold
+from paddle_recompute.replay.flags import CHANGED_BY, put_back_flags
 from paddle_recompute.replay.names import (
     OURS,
     PADDLE,
@@ -125,12 +125,14 @@ class Reach:
             Layer that is not among the Layers.
         may_seed: Whether it may set a stream, which then may end where it began.
         reads_statistics: Whether code of the user may read the statistics of a BatchNorm, or let
-            its kernel do it.
+            kernel do it.
+        may_change_flags: Whether it may change ``stop_gradient`` of tensors.
         is_settled: Whether another search, right after the last forward, would find the same.
     """
 
     __slots__ = (
-        "_tensors", "is_settled", "may_draw", "may_seed", "reads_statistics", "snapshot",
+        "_captured", "_tensors", "is_settled", "may_change_flags", "may_draw", "may_seed",
+        "reads_statistics", "snapshot",
     )  # fmt: skip
 
     def __init__(self, function: Any, arguments: Any) -> None:
@@ -138,11 +140,13 @@ class Reach:
         self.snapshot = search.snapshot
         self.may_draw, self.may_seed = search.may_draw, search.may_seed
         self.reads_statistics = search.is_dynamic or not search.names.isdisjoint(_TO_STATISTICS)
+        self.may_change_flags = search.is_dynamic or not search.names.isdisjoint(CHANGED_BY)
         self._tensors = search.tensors
+        self._captured = search.tensors
 
     def after_forward(self) -> None:
         """Accept what the first forward changed itself: see the module."""
-        self.is_settled = self.snapshot.after_forward()
+        self.is_settled = self.snapshot.after_forward() and not self.may_change_flags
         if self._tensors:
             self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
 
@@ -153,8 +157,12 @@ class Reach:
             RecomputeError: A tensor that the function reaches was written to meanwhile.
         """
         self.snapshot.put_back(undo)
+        if self._captured:
+            tensors = [one.get() for one in self._captured]
+            flags = [one.flag for one in self._captured]
+            put_back_flags(tensors, flags, undo, may_change=self.may_change_flags)
         for tensor in self._tensors:  # after the places: `refuse` may add a hook
-            if tensor.is_written():
+            if tensor.is_released() or tensor.is_written():
                 tensor.refuse(undo)
 
     @contextlib.contextmanager
@@ -169,47 +177,6 @@ class Reach:
                 undo.pop()()
 
 
-class _Captured:
-    """A tensor that the function reads and that is not one of its arguments.
-
-    Attributes:
-        name: The variable or attribute that holds it, or holds its list.
-        owner: The only Layer that holds it, in another way than as parameter or buffer; None where
-            code reads it, or several Layers.
-    """
-
-    __slots__ = ("_stamp", "_tensor", "identity", "name", "owner")
-
-    def __init__(self, tensor: paddle.Tensor, name: str, owner: paddle.nn.Layer | None) -> None:
-        self.identity = id(tensor)
-        # Without its graph, but with its memory and version counter.
-        self._tensor = tensor if tensor.is_leaf else tensor.detach()
-        self._stamp = _writes.stamp(tensor)
-        self.name = name
-        self.owner = owner
-
-    def is_written(self) -> bool:
-        return _writes.is_written_since(self._tensor, self._stamp)
-
-    def refuse(self, undo: Undo) -> None:
-        """Raise now, or, if a Layer owns the tensor, when that Layer is called."""
-        what = f"the tensor '{self.name}' ({_nested.describe(self._tensor)})"
-        if is_parameter(self._tensor):
-            what = f"'{self.name}', the parameter '{self._tensor.name}'"
-        error = RecomputeError(
-            f"{what}, which a recomputed function reaches, was changed in place between its "
-            "forward and its backward, so the forward cannot be repeated. Run the backward before "
-            "the change, or change a copy."
-        )
-        if self.owner is None:
-            raise error
-
-        def refuse(*_: object) -> None:
-            raise error
-
-        undo.append(self.owner.register_forward_pre_hook(refuse).remove)
-
-
 class _Search:
     """A walk over everything that a function reaches. It is a class because a closure that calls
     itself would be a reference cycle, which would keep the Layers alive.
@@ -219,7 +186,7 @@ class _Search:
         self.layers: dict[int, paddle.nn.Layer] = {}
         self.snapshot = Snapshot()
         self.may_draw = self.may_seed = self.is_dynamic = False
-        self.tensors: list[_Captured] = []
+        self.tensors: list[Captured] = []
         # By id, with a reference: the id of a temporary tuple would be used again.
         self._seen: dict[int, Any] = {}
         self._objects: list[tuple[Any, set[str]]] = []  # with the names looked up so far
@@ -267,7 +234,8 @@ class _Search:
             self.layers[id(value)] = value
             self._visit_layer(value)
         elif issubclass(kind, paddle.Tensor):
-            self.tensors.append(_Captured(value, name, self._holder))
+            if is_initialized(value):
+                self.tensors.append(Captured(value, name, self._holder))
         elif issubclass(kind, (list, tuple, set, frozenset, dict, deque)):
             if len(value) <= LONGEST_SEARCHED:
                 self._visit_container(value, name)

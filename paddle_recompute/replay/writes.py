@@ -68,23 +68,40 @@ def travels(parameter: paddle.Tensor, content: Callable[[], int]) -> None:
 
 
 class Stamps:
-    """The stamps of many parameters, side by side."""
+    """The stamps of many parameters, side by side.
 
-    __slots__ = ("_addresses", "_stamps", "_tensors", "_tick", "_versions")
+    Attributes:
+        by_forward: The ids of those that the first forward itself has written to.
+    """
+
+    __slots__ = ("_addresses", "_stamps", "_tensors", "_tick", "_versions", "by_forward")
 
     def __init__(self, tensors: list[paddle.Tensor]) -> None:
-        self._tensors = tensors
+        addresses = addresses_of(tensors)
+        if not all(addresses):  # asked for the version of such a tensor, 2.6 ends the process
+            pairs = zip(tensors, addresses, strict=True)
+            tensors = [t for t, address in pairs if address or _content_of(t) is not None]
+            addresses = addresses_of(tensors)
+        self._tensors, self._addresses = tensors, addresses
         self._tick = _tick
         self._versions = [*map(version_of, tensors)]
-        self._addresses = addresses_of(tensors)
         self._stamps = [*map(stamp, tensors)] if _any_travels else None
+        self.by_forward: set[int] = set()
+
+    def after_forward(self) -> None:
+        """Note what the forward itself has written to."""
+        if self._tick != _tick or [*map(version_of, self._tensors)] != self._versions:
+            self.by_forward = {*map(id, self.written())}
 
     def written(self) -> list[paddle.Tensor]:
         """Those of the tensors that were written to since."""
         tensors, stamps = self._tensors, self._stamps
         if stamps is None:
-            versions, addresses = [*map(version_of, tensors)], addresses_of(tensors)
-            if (self._tick, self._versions, self._addresses) == (_tick, versions, addresses):
+            if (
+                self._tick == _tick
+                and self._addresses == addresses_of(tensors)
+                and self._versions == [*map(version_of, tensors)]
+            ):
                 return []  # nearly always
             stamps = [
                 Stamp(version, self._tick, address or None)
@@ -115,9 +132,9 @@ def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
     """
     if then.content is not None:
         return _content_of(tensor) != then.content
-    if version_of(tensor) != then.version:
-        return True
     if then.address is not None and address_of(tensor) != then.address:
+        return True
+    if version_of(tensor) != then.version:
         return True
     if then.tick == _tick:  # no write at all, nearly always
         return False
@@ -125,6 +142,15 @@ def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
     if address is None:
         return False
     return any(_last_write[place] > then.tick for place in _written_places(tensor, address))
+
+
+def released(what: str) -> str:
+    """The error where `what`, which a second forward reads, has no memory any more."""
+    return (
+        f"{what} of a recomputed function has no memory any more: it was released between the "
+        "forward and the backward (_clear_data, or _clear_dataptr, as pipeline engines do), so the "
+        "forward cannot be repeated. Release it after the backward."
+    )
 
 
 def _content_of(tensor: paddle.Tensor) -> int | None:

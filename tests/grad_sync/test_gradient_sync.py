@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import threading
@@ -365,3 +366,46 @@ def test_one_process_does_not_communicate(mode: Any) -> None:
         with pytest.raises(SyncError, match="entered inside of itself"):
             sync.last_backward().__enter__()
     assert np.array_equal(model.weight.grad.numpy(), np.ones((2, 2)))
+
+
+# ------------------------------------------------------------------------- batches that fail
+
+
+def test_a_batch_that_fails_in_a_single_process() -> None:
+    """The next one goes on, and nothing of it is left."""
+    model = paddle.nn.Linear(4, 4)
+    sync = GradientSync(model)
+    for fails in (True, False, True, False):
+        with contextlib.suppress(MemoryError), sync.last_backward():
+            loss = model(paddle.ones([2, 4])).sum()
+            if fails:
+                raise MemoryError("out of memory")
+            loss.backward()
+    assert model.bias.grad.tolist() == [4.0] * 4
+
+
+def skip_a_batch() -> list[float]:
+    """The loop of the documentation; in step 1 the forward of rank 1 runs out of memory."""
+    paddle.seed(3)
+    model = paddle.nn.Linear(4, 1)
+    sync, done = GradientSync(model), []
+    for step in range(3):
+        failed, loss = paddle.zeros([1], "int32"), None
+        try:
+            loss = model(paddle.full([2, 4], float(dist.get_rank() + 1))).sum()
+            if step == 1 and dist.get_rank() == 1:
+                raise MemoryError("out of memory")
+        except MemoryError:
+            failed += 1
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if failed.item():
+            continue
+        with sync.last_backward():
+            loss.backward()
+        done.append(float(model.weight.grad[0]))
+    return done
+
+
+def test_a_batch_whose_forward_fails_is_skipped_on_all_ranks() -> None:
+    # The mean of 2 and 4 in step 0; in step 2, each rank adds its own to that mean.
+    assert results_of(skip_a_batch) == [[3.0, 6.0], [3.0, 6.0]]

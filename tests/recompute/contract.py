@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from paddle_recompute._paddle.random_streams import hybrid_parallel_tracker
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import recompute
 
+AUTO_CAST: Any = sys.modules["paddle.amp.auto_cast"]  # ``paddle.amp.auto_cast`` is a function
+"""Has an AMP state beside that of the tracer, which ``GradScaler`` reads."""
 Run = Callable[..., Any]
 Seen = dict[str, Any]
 
@@ -196,6 +199,7 @@ def state_of_the_process() -> Seen:
         "NumPy's stream afterwards": np.random.rand(),
         "Python's stream afterwards": random.random(),
         "grad mode afterwards": paddle.is_grad_enabled(),
+        "global AMP dtype afterwards": AUTO_CAST.amp_global_state().amp_dtype,
         "AMP level afterwards": (level, tracer._amp_dtype, sorted(map(str, lists[0]))),
     }
 

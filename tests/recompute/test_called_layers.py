@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import collections
+import contextvars
+import functools
 import sys
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import paddle
 import pytest
 
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import recompute
-from tests.recompute.contract import Run, assert_as_plain, leaf
+from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf
 
 
 def network() -> paddle.nn.Layer:
@@ -83,6 +85,73 @@ def test_buffers_move_once_and_masks_and_flags_are_those_of_the_first_forward(
         return [x, layer]
 
     assert_as_plain(outcome)
+
+
+class Counting(paddle.nn.Layer):
+    """A moving mean with a warm-up, counted in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(4, 4)
+        self.register_buffer("mean", paddle.zeros([4]))
+        self.calls = 0
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        y = self.linear(x)
+        self.calls += 1
+        self.mean = self.mean + (y.detach().mean(0) - self.mean) / self.calls
+        return (y - self.mean).tanh()
+
+
+CURRENT: contextvars.ContextVar[Any] = contextvars.ContextVar("current")
+
+
+class Registry:
+    """Its entries are in its metaclass's storage, by name, as plugins are."""
+
+    entries: ClassVar[dict[str, paddle.nn.Layer]] = {}
+
+
+def found_in(where: str, layer: paddle.nn.Layer) -> Function:
+    """A function that finds `layer` when it is called."""
+    weak, module = weakref.ref(layer), types.ModuleType("a_module_of_a_user")
+    sys.modules["a_module_of_a_user"], module.layer = module, layer
+    CURRENT.set(layer)
+    Registry.entries["layer"] = layer
+
+    @functools.lru_cache
+    def getter() -> Any:
+        return weak()
+
+    def imported(x: paddle.Tensor) -> paddle.Tensor:
+        from a_module_of_a_user import layer
+
+        return layer(x)
+
+    functions: dict[str, Function] = {
+        "in a registry": lambda x: Registry.entries["layer"](x),
+        "behind a weak reference": lambda x: weak()(x),  # type: ignore[misc]
+        "imported in the function": imported,
+        "in a context variable": lambda x: CURRENT.get()(x),
+        "given by a cached getter": lambda x: getter()(x),
+    }
+    return functions[where]
+
+
+@case(
+    "a Layer {where} that counts in Python beside its buffer",
+    where=[
+        "in a registry", "behind a weak reference", "imported in the function",
+        "in a context variable", "given by a cached getter",
+    ],
+)  # fmt: skip
+def test_numbers_beside_buffers(run: Run, where: str) -> Seen:
+    layer, x, losses = Counting(), leaf(6, 4), []
+    function = found_in(where, layer)
+    for _ in range(3):
+        losses.append(run(function, x * 2).square().sum())
+        losses[-1].backward()
+    return {"x": x, "layer": layer, "calls": layer.calls, "losses": losses}
 
 
 @pytest.mark.parametrize("wiring", WIRINGS)

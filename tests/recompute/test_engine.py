@@ -6,7 +6,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import paddle
@@ -283,6 +283,102 @@ PY_LAYERS: dict[str, tuple[Any, list[bool]]] = {
 def test_py_layers(run: Run, which: str) -> Seen:
     function, stop_gradients = PY_LAYERS[which]
     return step(run, function, *[leaf(3, 4, stop_gradient=stop) for stop in stop_gradients])
+
+
+class IntoMainGrad(PyLayer):
+    """Adds the gradient of its weight into ``main_grad``, as fused gradient accumulation does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> Any:
+        x, weight = ctx.saved_tensor()
+        of_weight = x.T @ gradient
+        if not hasattr(weight, "main_grad"):
+            return gradient @ weight.T, of_weight
+        weight.main_grad.add_(of_weight)
+        return gradient @ weight.T, None
+
+
+class Fused(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([4, 4])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return IntoMainGrad.apply(x.tanh(), self.weight).exp()
+
+
+@case(
+    "a PyLayer that adds into main_grad of its weight, {form}",
+    form=["alone", "in a nested call"],
+)
+def test_main_grad(run: Run, form: str) -> Seen:
+    block, x = Fused(), leaf(3, 4)
+    main_grad = block.weight.main_grad = paddle.zeros([4, 4])
+    inner = (lambda x: run(block, x).tanh()) if form == "in a nested call" else block
+    for scale in (2, 3):
+        run(inner, x * scale).sum().backward()
+    return {"x": x, "block": block, "main_grad": main_grad}
+
+
+class Looks(PyLayer):
+    """Notes what it sees of the tensors that it has saved."""
+
+    noted: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+        between = x * 2
+        if HAS_ATTRIBUTES:
+            between.tag = "between"
+        ctx.save_for_backward(x, weight, between)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> Any:
+        x, weight, between = ctx.saved_tensor()
+        has_old = weight.grad is not None
+        Looks.noted.append((id(weight), type(weight), weight.name, has_old, weight.trainable))
+        Looks.noted += [getattr(one, "tag", None) for one in (x, weight, between)]
+        Looks.noted.append(ctx.saved_tensor()[1] is weight)
+        return gradient * weight, gradient * x
+
+
+HAS_ATTRIBUTES = hasattr(leaf(1), "__dict__")
+"""Whether a user can put attributes on a tensor that is no parameter: from Paddle 3.0 on."""
+
+
+@case(
+    "what a PyLayer sees of what it saved: identity, name, .grad, attributes of a user; {where}",
+    where=["the parameter of a Layer", "a captured parameter", "a parameter that is an argument"],
+)
+def test_what_a_py_layer_sees(run: Run, where: str) -> Seen:
+    block, x = Fused(), leaf(4, 4)
+    weight = block.weight
+    weight.tag, weight.grad, weight.name = "weight", paddle.ones([4, 4]), "named by the user"
+    up = x * 2
+    if HAS_ATTRIBUTES:
+        up.tag = "argument"
+    Looks.noted.clear()
+    if where == "the parameter of a Layer":
+        block.forward = lambda x: Looks.apply(x, block.weight).exp()
+        y = run(block, up)
+    elif where == "a captured parameter":
+        y = run(lambda x: Looks.apply(x, weight).exp(), up)
+    else:
+        y = run(lambda x, weight: Looks.apply(x, weight).exp(), up, weight)
+    if HAS_ATTRIBUTES:
+        up.tag = "changed since"
+    y.sum().backward()
+    noted = [one == (id(weight), *one[1:]) if type(one) is tuple else one for one in Looks.noted]
+    kinds = [str(one[1:]) for one in Looks.noted if type(one) is tuple]
+    noted = ["of the first forward" if one == "changed since" else one for one in noted]
+    noted = ["of the first forward" if one == "argument" else one for one in noted]
+    return {"x": x, "weight": weight, "noted": noted, "kinds": kinds}
 
 
 def test_a_py_layer_that_asks_twice_runs_nothing_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import gc
 import operator
@@ -185,6 +186,61 @@ def test_number_read_by_others(run: Run, who: str) -> Seen:
     y = run(net, x * 2)
     net.child.scale = 3.0
     return {**backward(y, x, net), "scale": net.child.scale}
+
+
+SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
+
+
+@contextlib.contextmanager
+def adapter(scale: float) -> Any:
+    token = SCALE.set(scale)
+    try:
+        yield
+    finally:
+        SCALE.reset(token)
+
+
+@case(
+    "a context variable that is set around the forward; {backward}",
+    backward=["backward outside", "backward in another context", "backward in another thread"],
+    num_listed=2,
+)
+def test_context_variable(run: Run, backward: str) -> Seen:
+    layer, x, seen = paddle.nn.Linear(4, 4), leaf(3, 4), []
+
+    def block(x: paddle.Tensor) -> paddle.Tensor:
+        with adapter(SCALE.get() * 2):  # a change of its own, for its inside
+            return (layer(x) * SCALE.get()).tanh()
+
+    with adapter(0.1):
+        y = run(block, run(block, x * 2))
+    if backward == "backward in another thread":
+        thread = threading.Thread(target=y.sum().backward)
+        thread.start()
+        thread.join()
+    else:
+        with adapter(5.0) if backward == "backward in another context" else adapter(1.0):
+            y.sum().backward()
+            seen.append(SCALE.get())
+    return {"x": x, "layer": layer, "seen": seen, "now": SCALE.get()}
+
+
+def test_what_the_second_forward_sets_in_a_context_variable_is_gone() -> None:
+    x, calls = leaf(3, 4), []
+
+    def block(x: paddle.Tensor) -> paddle.Tensor:
+        calls.append(SCALE.get())
+        SCALE.set(SCALE.get() + 1)
+        return x.tanh()
+
+    def step() -> float:
+        loss = recompute(block, x).sum()
+        SCALE.set(7.0)
+        loss.backward()
+        return SCALE.get()
+
+    assert contextvars.copy_context().run(step) == 7.0
+    assert calls == [1.0, 1.0]
 
 
 @case("a number in an attribute of the function that is changed between forward and backward")

@@ -215,6 +215,23 @@ def test_eval_before_the_backward(run: Run) -> Seen:
     return {"y": y, "x": x, "block": block}
 
 
+@case("a function that enters auto_cast itself, and one in another dtype after it")
+@pytest.mark.filterwarnings("ignore")
+def test_auto_cast_inside(run: Run) -> Seen:
+    """On a CPU nothing is cast; but Paddle keeps the dtype, which a GradScaler reads."""
+    layer, x = paddle.nn.Linear(4, 4), leaf(3, 4)
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        with paddle.amp.auto_cast(dtype="bfloat16"):
+            return layer(x).tanh()
+
+    y = run(function, x * 2)
+    with paddle.amp.auto_cast(dtype="float16"):
+        z = layer(x)
+    y.square().sum().backward()
+    return {"x": x, "y": y, "z": z, "layer": layer}
+
+
 @case("BatchNorm reached by {way}", way=["a closure", "an argument"], num_listed=1)
 def test_batch_norm_reached_by(run: Run, way: str) -> Seen:
     norm, x = paddle.nn.BatchNorm1D(4), leaf(6, 4)

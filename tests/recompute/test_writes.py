@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -188,6 +189,106 @@ def test_between_two_blocks(run: Run) -> Seen:
     written("set_value", h)
     loss_of(run(second, h)).backward()
     return {"x": x, "layers": [first, second]}
+
+
+class ActNorm(paddle.nn.Layer):
+    """Sets its parameters from its first batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.scale = self.create_parameter([4])
+        self.is_set, self.how = False, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.is_set = True
+            with paddle.no_grad():
+                scale = 1 / (1 + x.std(0))
+                if self.how == "set_value":
+                    self.scale.set_value(scale)
+                else:
+                    self.scale.scale_(0.0).add_(scale)
+        return (x * self.scale).tanh()
+
+
+@case(
+    "ActNorm: the first forward sets the parameters of the block, by {how}",
+    how=["set_value", "add_"],
+    or_error=True,
+)
+def test_act_norm(run: Run, how: str) -> Seen:
+    block, x = ActNorm(how), leaf(3, 4)
+    loss_of(run(block, x * 2)).backward()
+    return {"x": x, "block": block}
+
+
+@case("ActNorm after one pass under no_grad")
+def test_act_norm_set_before(run: Run) -> Seen:
+    block, x = ActNorm("set_value"), leaf(3, 4)
+    with paddle.no_grad():
+        run(block, x * 2)
+    loss_of(run(block, x * 2)).backward()
+    return {"x": x, "block": block}
+
+
+@pytest.mark.parametrize("how", ["set_value", "add_"])
+def test_the_error_says_that_the_forward_makes_the_change(how: str) -> None:
+    block = ActNorm(how)
+    loss = loss_of(recompute(block, leaf(3, 4)))
+    block.scale.set_value(paddle.ones([4]))  # whoever else has changed it
+    name = re.escape(block.scale.name)
+    with pytest.raises(RecomputeError, match=rf"forward itself changes the parameter '{name}'.*no"):
+        loss.backward()
+
+
+RELEASES = ["_clear_dataptr", "_clear_data"]
+
+
+def released(run: Run, what: str, how: str) -> Seen:
+    is_parameter, make = HELD[what]
+    x, held = leaf(3, 4), leaf(3, 4)
+    if is_parameter:
+        held = paddle.create_parameter(SHAPE, "float32")
+    arguments = [held] if "argument" in what else []
+    y = run(make(held), x * 2, *arguments)
+    getattr(held, how)()
+    try:
+        loss_of(y).backward()
+    except RuntimeError as error:
+        if isinstance(error, RecomputeError):
+            raise
+        return {"is refused": True}
+    return {"x": x}
+
+
+test_released = case(
+    "{what}, whose memory is released ({how}) between forward and backward",
+    how=RELEASES,
+    what=list(HELD),
+    or_error=True,
+    has_gradients=False,
+    num_listed=8,
+)(released)
+
+
+@pytest.mark.parametrize("how", RELEASES)
+@pytest.mark.parametrize("kind", ["leaf", "result", "parameter of a Layer"])
+def test_the_released_tensor_is_named(kind: str, how: str) -> None:
+    layer, captured = paddle.nn.Linear(4, 4), leaf(4, 4) if kind == "leaf" else leaf(4, 4) * 2
+    loss = loss_of(recompute(lambda x: layer(x @ captured).tanh(), leaf(3, 4)))
+    name = re.escape(layer.weight.name) if "Layer" in kind else "captured"
+    getattr(layer.weight if "Layer" in kind else captured, how)()
+    with pytest.raises(RecomputeError, match=rf"'{name}'.*has no memory any more"):
+        loss.backward()
+
+
+@case("a parameter and a captured tensor, released before the forward, that nobody reads")
+def test_released_before(run: Run) -> Seen:
+    layer, unread, x = net(), [leaf(4)], leaf(3, 4)
+    layer[2].weight._clear_dataptr()
+    unread[0]._clear_dataptr()
+    loss_of(run(lambda x: layer[0](x) if unread else x, x * 2)).backward()
+    return {"x": x, "layer": layer[0]}
 
 
 # --------------------------------------------------------------- what is no reason to refuse

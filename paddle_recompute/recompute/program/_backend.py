@@ -16,8 +16,9 @@ def backend() -> ModuleType:
       before the backward of this loss was appended, None if it has none or the pass was applied.
     - ``prepare(program)``: to be called before the backward is appended.
     - ``carry_out(plans, graph)``: inserts the copies of `plans` into the Program of `graph`.
-    - ``prepare_to_static(layer, change)``: `paddle.jit.to_static` appends its backward itself, so
-      ``change(program, num_forward)`` is hooked in there, or the call of `layer` is refused.
+    - ``prepare_to_static(layer, trains, change)``: `paddle.jit.to_static` appends its backward
+      itself, so ``change(program, num_forward)`` is hooked in there, or the call of `layer`, if it
+      ``trains``, is refused.
 
     Raises:
         StaticGraphError: This Paddle's static graph is not known.

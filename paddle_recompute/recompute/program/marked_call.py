@@ -19,6 +19,7 @@ from paddle_recompute.errors import ConfigError
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.program._backend import backend
 from paddle_recompute.recompute.program.recompute import recompute_segments
+from paddle_recompute.replay import layers_of
 
 
 def run_marked(
@@ -50,13 +51,15 @@ def run_marked(
     if is_offloaded:
         raise ConfigError(
             f"recompute({name}): offload works in dygraph only; in a static graph the executor "
-            "owns the variables. Leave out offload (recompute.offload: none)"
+            "owns the variables. Leave out offload (recompute.offload: none), or unwrap() the Layer"
         )
     continues = False
     if segment is not None:
         chain, position = segment
         name, continues = chain.names[-1], position > 0
-    backend().prepare_to_static(name, _recompute_calls)
+    layers = layers_of(function, (args, kwargs))
+    trains = not layers or any(layer.training for layer in layers)
+    backend().prepare_to_static(name, trains, _recompute_calls)
     with recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs):
         return function(*args, **kwargs)
 

@@ -20,15 +20,17 @@ def prepare(program: paddle.static.Program) -> None:
     marks.claim_recomputed_calls(program)
 
 
-def prepare_to_static(layer: str, change: object) -> None:
-    """Paddle 2.6 has no hook, so the call is refused while ``to_static`` builds a Program.
+def prepare_to_static(layer: str, trains: bool, change: object) -> None:
+    """Paddle 2.6 has no hook, so recompute is left out while ``to_static`` builds a Program. That
+    changes no number, so a call that does not train, as for ``paddle.jit.save``, goes on.
 
     Raises:
-        StaticGraphError: It does.
+        StaticGraphError: It builds one, and the call trains.
     """
-    if builds_whole_graph():
+    if trains and builds_whole_graph():
         raise StaticGraphError(
-            f"paddle.jit.to_static met recompute('{layer}'), which it would drop without a word on "
-            "Paddle 2.6; train the model as it is in dygraph, or build a Program and use "
-            "static_graph.minimize; only Paddle 3.3 can do both"
+            f"paddle.jit.to_static met recompute('{layer}') in training mode, and Paddle 2.6 "
+            "cannot recompute there; train the model as it is in dygraph, or build a Program and "
+            "use static_graph.minimize; only Paddle 3.3 can do both. For paddle.jit.save, call "
+            "eval() of the model first, or unwrap() of each wrapped Layer"
         )

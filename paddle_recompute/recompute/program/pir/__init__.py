@@ -20,6 +20,6 @@ def prepare(program: paddle.static.Program) -> None:
     marks.claim_recomputed_calls(program)
 
 
-def prepare_to_static(layer: str, change: to_static.Change) -> None:
+def prepare_to_static(layer: str, trains: bool, change: to_static.Change) -> None:
     """See `_backend.prepare_to_static`."""
     to_static.around_append_backward(prepare, change)
