@@ -73,7 +73,7 @@ class FrameTicket(Kept):
     tensor itself lies here, so it goes with the ticket.
     """
 
-    __slots__ = ("__weakref__", "failed", "frame", "is_spent")
+    __slots__ = ("failed", "frame", "is_spent")
 
     frame: Frame
     failed: str

@@ -32,8 +32,8 @@ from paddle_recompute._paddle.saved_tensors import (
     PY_LAYER_ASKS,
     Look,
     before_saved_tensors_hooks,
-    give_back_pack_references,
     memory_for_engine,
+    pack_references,
     shares_memory,
     version_of,
     with_layout,
@@ -46,7 +46,7 @@ class Kept:
     the version check that Paddle has for tensors that it keeps.
     """
 
-    __slots__ = ("is_for_engine", "layout", "tensor", "version")
+    __slots__ = ("__weakref__", "is_for_engine", "layout", "tensor", "version")
 
     is_for_engine: bool
     """Whether an operator of Paddle asks for it; on Paddle 2.6 alone."""
@@ -115,8 +115,6 @@ class _Thread(threading.local):
         """Of the innermost recorder."""
         self.is_known = False
         """Whether `_Pair` knows this thread as one that runs operators."""
-        self.issued: list[Kept | None] = []
-        """Paddle 2.6 only: the tickets issued since the outermost recording began."""
 
 
 _thread = _Thread()
@@ -211,8 +209,8 @@ def end_recording() -> None:
     thread.pack = recorders[-1].pack if recorders else _keep
     if not recorders:
         _pair.leave()
-        if thread.issued:
-            give_back_pack_references(thread.issued)
+        if PACK_LEAKS_A_REFERENCE:
+            pack_references.give_back()
 
 
 def _pack(tensor: paddle.Tensor) -> object:
@@ -220,13 +218,13 @@ def _pack(tensor: paddle.Tensor) -> object:
 
 
 def _pack_and_note(tensor: paddle.Tensor) -> object:
-    """`_pack` where Paddle forgets the reference that it returns."""
+    """`_pack` where Paddle forgets references to what it returns."""
     thread = _thread
     ticket = thread.pack(tensor)
     if ticket is not None:
         if not thread.recorders:  # another thread records; this one has no end of recording
-            give_back_pack_references(thread.issued)
-        thread.issued.append(ticket)
+            pack_references.give_back()
+        pack_references.note(ticket, sys._getframe(1).f_code)
     return ticket
 
 
