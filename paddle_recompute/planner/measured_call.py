@@ -48,17 +48,21 @@ class MeasuredCall:
             _run(self._block, call)
         # The first forward of a block is slower than the next ones: this one is not timed.
         self.frees_inputs = _freed_inputs(self._block, call)
+        self._note_gradients()
 
     def round(self) -> None:
         """Run the call once under each option, in turn: what slows one down slows all of them."""
         for option, runs in self._runs.items():
             with _under(option, self._block, preserve_rng_state=self._job.preserve_rng_state):
                 runs.append(_run(self._block, self._call))
-            for name, parameter in self._block.named_parameters():
-                if parameter.grad is not None:
-                    self.gradients[name] = int(parameter.grad.size * parameter.grad.element_size())
-                    if not self._job.keeps_gradients:
-                        parameter.clear_gradient(False)
+            self._note_gradients()
+
+    def _note_gradients(self) -> None:
+        for name, parameter in self._block.named_parameters():
+            if parameter.grad is not None:
+                self.gradients[name] = int(parameter.grad.size * parameter.grad.element_size())
+                if not self._job.keeps_gradients:
+                    parameter.clear_gradient(False)
 
     def costs(self) -> dict[str, OptionCost]:
         """By option: the bytes of the last round, the least time of all."""
@@ -103,7 +107,8 @@ def _freed_inputs(block: paddle.nn.Layer, call: RecordedCall) -> dict[str, int]:
             path, leaf = leaves.pop()
             del leaf
             freed[path] = before - memory.current_bytes()
-        del outputs
+        # Paddle (2.6, 3.x) keeps a PyLayer that saved its own output for ever without a backward.
+        _backward(_ends_of(outputs))
     return freed
 
 
@@ -121,6 +126,19 @@ def _inputs(call: RecordedCall) -> Any:
         return tensor + anchor.astype(tensor.dtype)
 
     return _nested.map_leaves(give, call.inputs)
+
+
+def _ends_of(outputs: Any) -> list[paddle.Tensor]:
+    return [
+        one.sum()
+        for one in _nested.tensors_in(outputs)
+        if not one.stop_gradient and one.is_floating_point()
+    ]
+
+
+def _backward(ends: list[paddle.Tensor]) -> None:
+    if ends:  # a block that hands on an input without a gradient has no backward
+        paddle.autograd.backward(ends)
 
 
 def _run(block: paddle.nn.Layer, call: RecordedCall) -> OptionCost:
@@ -142,18 +160,13 @@ def _run(block: paddle.nn.Layer, call: RecordedCall) -> OptionCost:
             if is_initialized(one) and one.data_ptr() not in given
         }
         output_bytes = sum(fresh.values())
-        ends = [
-            one.sum()
-            for one in _nested.tensors_in(outputs)
-            if not one.stop_gradient and one.is_floating_point()
-        ]
+        ends = _ends_of(outputs)
         del outputs
         held = memory.current_bytes() - before
         small = sum(one.size * one.element_size() for one in ends)
         memory.reset_peak()
         continued = now()
-        if ends:  # a block that hands on an input without a gradient has no backward
-            paddle.autograd.backward(ends)
+        _backward(ends)
         ended = now()
         backward_peak = memory.peak_bytes() - before - small
     return OptionCost(
