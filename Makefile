@@ -218,7 +218,7 @@ bench: venv
 # One of them: make bench-contrastive (peak memory and time per pair of large batches),
 # bench-control_plane, bench-failures,
 # bench-batch_size_study, bench-compile, bench-peers_that_die, bench-static_graph, bench26-static_graph,
-# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-matrix,
+# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-leaks, bench26-leaks, bench-matrix,
 # bench26-matrix, bench-mine, bench-offload,
 # bench-paddle_restart,
 # bench-real_models, bench-recompute_cost, bench-sharding, bench-sharding_parameters, bench-sharding_runs, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:

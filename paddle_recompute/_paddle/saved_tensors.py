@@ -214,14 +214,18 @@ class _PackReferences(threading.local):
             self._issued.append(ticket)
             self._savers.append(saver)
 
-    def give_back(self) -> None:
+    def give_back(self, unpack: object = None) -> None:
         """Drop the forgotten references to the tickets that were issued.
 
         To be called when the operators that saved them have returned. Of those in a graph,
         `is_for_engine` is set. One whose operator is gone already has no holder, but still the
         reference from the copy. A custom operator does not copy: its one reference is the holder.
+
+        Args:
+            unpack: A hook that the graphs hold, and nothing else. Several references may be a
+                holder, or copies in a list whose operator is gone: those go with the graphs.
         """
-        in_graphs = self._in_graphs
+        alive = []
         savers = iter(self._savers)
         own = 3  # the list, the name `ticket`, and the argument of getrefcount
         for ticket in self._issued:
@@ -231,14 +235,17 @@ class _PackReferences(threading.local):
                 for _ in range(num_holders - 1):
                     _drop_reference(ticket)
                 ticket.is_for_engine = True
-                in_graphs.append(weakref.ref(ticket))
+                alive.append(weakref.ref(ticket))
             elif num_holders and "_run_custom_op" not in saver.co_names:
                 _drop_reference(ticket)
         self._issued.clear()
         self._savers.clear()
-        if len(in_graphs) > self._enough:
-            in_graphs[:] = [reference for reference in in_graphs if reference() is not None]
-            self._enough = 2 * len(in_graphs) + 100
+        if alive and unpack is not None:
+            weakref.finalize(unpack, _release, alive).atexit = False
+        self._in_graphs += alive
+        if len(self._in_graphs) > self._enough:
+            self._in_graphs = [one for one in self._in_graphs if _is_in_graph(one())]
+            self._enough = 2 * len(self._in_graphs) + 30
 
     def around(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         """``paddle.grad``'s `engine`, without the references that it adds to tickets in graphs."""
@@ -257,6 +264,17 @@ class _PackReferences(threading.local):
             return result
 
         return run
+
+
+def _is_in_graph(ticket: Any) -> bool:
+    return ticket is not None and ticket.is_for_engine
+
+
+def _release(tickets: list[weakref.ref[Any]]) -> None:
+    for reference in tickets:
+        if (ticket := reference()) is not None:
+            ticket.is_for_engine = False
+            ticket.release()
 
 
 pack_references = _PackReferences()

@@ -95,6 +95,11 @@ class FrameTicket(Kept):
                 frame.end()
         return value
 
+    def release(self) -> None:
+        """Nobody can ask for it any more."""
+        self.tensor = None
+        del self.frame
+
 
 _new_ticket = object.__new__
 """``FrameTicket()`` would take as long as all that `Frame.pack` reads of a tensor."""

@@ -701,3 +701,37 @@ def test_a_model_with_a_cache_of_keys_is_planned() -> None:
     model, batch = WithCache(), paddle.randn([4, 16, 8])
     found = plan(model, batch, squared, memory_budget=2**30)
     assert {call.layer for call in found.costs.calls} == {f"blocks.{n}" for n in range(3)}
+
+
+class SavesItsOutput(paddle.autograd.PyLayer):
+    """Without a backward, Paddle never frees what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+        y = x.tanh()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        (y,) = ctx.saved_tensor()
+        return gradient * (1 - y.square())
+
+
+class Saving(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(16, 16)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return SavesItsOutput.apply(self.linear(x))
+
+
+@pytest.mark.parametrize("keeps_gradients", [True, False])
+def test_a_py_layer_that_saves_its_output_is_gone_after_an_estimate(keeps_gradients: bool) -> None:
+    model, x = paddle.nn.Sequential(Saving(), Saving()), paddle.randn([8, 16])
+    before = memory.current_bytes()
+    for _ in range(2):
+        estimate(model, x, squared, checkpoints=["*"], keeps_gradients=keeps_gradients)
+    assert memory.current_bytes() == before
+    assert all(one.grad is None for one in model.parameters())

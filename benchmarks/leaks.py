@@ -1,0 +1,125 @@
+"""What loops keep: bytes and objects after 300 steps, in plain Paddle and with our recompute.
+
+    python -m benchmarks.leaks                  # all loops, about five minutes
+    python -m benchmarks.leaks "paddle.grad"    # those whose titles begin so; no record
+
+Each loop runs plain first, then with ours. The bytes are those of Paddle's allocator, the objects
+those that Python's garbage collector tracks, after it has run. Lists of names are left out: of each
+``paddle.to_tensor``, Paddle 3.3 keeps one for ever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from dataclasses import dataclass
+
+import paddle
+
+from benchmarks._leak_loops import LOOPS, Step
+from benchmarks._record import table, write_record
+from paddle_recompute._paddle import memory
+
+WARM_UP, STEPS = 50, 300
+_NAMES = frozenset(
+    ["value", "place", "persistable", "zero_copy", "name", "stop_gradient", "dtype", "dims", "type"]
+)
+MOST_OBJECTS = 0.5
+"""Of a step; references to what is gone wait for the next look through them, not for ever."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What `STEPS` steps have added."""
+
+    bytes: int
+    objects: int
+
+    @classmethod
+    def by(cls, step: Step, *, warm_up: int = WARM_UP, steps: int = STEPS) -> Kept:
+        """Run `step` so often."""
+        for _ in range(warm_up):
+            step()
+        bytes_before, objects_before = _now()
+        for _ in range(steps):
+            step()
+        bytes_after, objects_after = _now()
+        return cls(bytes_after - bytes_before, objects_after - objects_before)
+
+    def is_flat(self, plain: Kept | None, steps: int = STEPS) -> bool:
+        """Whether it is no more than what the plain loop has added."""
+        most = plain or Kept(0, 0)
+        return (
+            self.bytes <= max(most.bytes, 0)
+            and self.objects <= max(most.objects, 0) + MOST_OBJECTS * steps
+        )
+
+
+def _now() -> tuple[int, int]:
+    gc.collect()
+    return memory.current_bytes(), sum(not _is_of_names(one) for one in gc.get_objects())
+
+
+def _is_of_names(one: object) -> bool:
+    return type(one) is list and all(type(name) is str for name in one)
+
+
+def measured(title: str) -> tuple[Kept | None, Kept | None]:
+    """Of the plain loop and of ours; None: there is none."""
+    results = []
+    for ours in (False, True):
+        paddle.seed(0)
+        step = LOOPS[title](ours)
+        results.append(None if step is None else Kept.by(step))
+        del step
+    return results[0], results[1]
+
+
+def main() -> None:
+    """Run the loops and write the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("title", nargs="?", default="")
+    wanted = parser.parse_args().title
+    rows: list[list[object]] = []
+    num_flat = 0
+    for title in LOOPS:
+        if not title.startswith(wanted):
+            continue
+        plain, ours = measured(title)
+        if ours is None:
+            verdict = "not on this Paddle"
+        else:
+            is_flat = ours.is_flat(plain)
+            num_flat += is_flat
+            verdict = "flat" if is_flat else "**grows**"
+            if is_flat and ours.bytes > 0:
+                verdict = "as plain"
+            elif plain is not None and not plain.is_flat(None):
+                verdict += "; plain grows"
+        figures: list[object] = []
+        for one in (plain, ours):
+            figures += ["", ""] if one is None else [f"{one.bytes:,}", f"{one.objects:,}"]
+        rows.append([title, *figures, verdict])
+        print(*rows[-1], sep=" | ", flush=True)
+    num_loops = sum("not on" not in str(row[-1]) for row in rows)
+    if not wanted:
+        path = write_record(
+            "leaks",
+            f"What loops keep after {STEPS} steps",
+            "python -m benchmarks.leaks",
+            [
+                f"{num_flat} of {num_loops} loops keep no more than plain Paddle. Bytes of the "
+                f"allocator and objects of the garbage collector that {STEPS} steps have added "
+                f"after {WARM_UP} others; lists of names are left out.",
+                "",
+                *table(["loop", "plain: bytes", "objects", "ours: bytes", "objects", ""], rows),
+            ],
+        )
+        print(path)
+    if num_flat < num_loops:
+        sys.exit("some loops grow")
+
+
+if __name__ == "__main__":
+    main()
