@@ -208,6 +208,8 @@ def begin_recording(recorder: Recorder) -> bool:
             _pair.enter()
         except ValueError:  # Paddle: "only one pair of hooks is allowed at a time"
             return False
+        if PACK_LEAKS_A_REFERENCE:
+            pack_references.give_back()  # of tickets with another unpack hook
     recorders.append(recorder)
     _thread.pack = recorder.pack
     return True

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -360,6 +361,29 @@ def test_what_an_operator_saves_in_lists_goes(kind: type, has_backward: bool) ->
         in_use.append(_memory.current_bytes())
     assert len(set(in_use[1:])) == 1
     assert tickets_left() == before
+
+
+def test_what_was_saved_under_the_hooks_of_another_thread_stays() -> None:
+    """Also after hooks of the user, and after the graph of the next recompute has gone."""
+    records, goes_on = threading.Event(), threading.Event()
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        records.set()
+        goes_on.wait()
+        return x.tanh()
+
+    thread = threading.Thread(target=lambda: recompute(function, input_tensor()))
+    thread.start()
+    records.wait()
+    x = input_tensor()
+    y = x.exp()
+    goes_on.set()
+    thread.join()
+    with paddle.autograd.saved_tensors_hooks(lambda one: one.detach(), lambda one: one):
+        pass
+    recompute(lambda x: x.tanh(), input_tensor())
+    y.sum().backward()
+    assert x.grad.numpy().tobytes() == y.numpy().tobytes()
 
 
 def test_unwrapping_leaves_nothing_at_the_model() -> None:
