@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from paddle.autograd import PyLayer
 from paddle.base import core, framework
 from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
@@ -166,6 +167,65 @@ def test_the_engine_of_26_takes_the_memory_of_what_is_unpacked() -> None:
     y.sum().backward()
     assert [one._is_initialized() for one in given] == [not saved_tensors.ENGINE_TAKES_MEMORY]
     assert saved_tensors.ENGINE_TAKES_MEMORY == IS_26
+
+
+def test_references_of_26_to_what_is_packed() -> None:
+    """One for the graph, and on 2.6 one for each copy of what holds it; none of them is dropped.
+
+    The graph holds the unpack hook, and lets it go.
+    """
+
+    class Ticket:
+        def __init__(self, tensor: paddle.Tensor) -> None:
+            self.tensor = tensor.detach()
+
+    tickets: list[weakref.ref[Ticket]] = []
+
+    def pack(tensor: paddle.Tensor) -> Ticket:
+        ticket = Ticket(tensor)
+        tickets.append(weakref.ref(ticket))
+        return ticket
+
+    def references() -> list[int]:
+        own = 2  # the name `one`, and the argument of getrefcount
+        found = [ticket() for ticket in tickets]
+        found.reverse()
+        counts = []
+        while found:
+            one = found.pop()
+            counts.append(0 if one is None else sys.getrefcount(one) - own)
+        return counts
+
+    class Saves(PyLayer):
+        @staticmethod
+        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+            return gradient
+
+    hooks = paddle.autograd.saved_tensors_hooks(pack, functools.partial(lambda one: one.tensor))
+    kept = weakref.ref(hooks.unpack_hook)
+    x = needs_grad(2, 2)
+    with hooks:
+        y = Saves.apply(x.exp())
+        z = paddle.einsum("ij,ij->", x, x)
+        x.tanh()
+    del hooks
+    copies = int(IS_26)
+    in_graph = [1 + copies, 1]
+    of_list = [1 + 2 * copies, 1 + copies]
+    assert references()[:4] == in_graph + of_list
+    assert references()[-1] == copies  # nothing has it
+    paddle.grad(y.sum(), [x], retain_graph=True)
+    assert references()[:4] == [1 + 2 * copies, 1, *of_list]
+    assert kept() is not None
+    del y, z
+    assert references()[:4] == [2 * copies, 0, 2 * copies, copies]
+    assert kept() is None
+    assert saved_tensors.PACK_LEAKS_A_REFERENCE == IS_26
 
 
 def test_an_update_of_groups_of_parameters_is_a_write() -> None:

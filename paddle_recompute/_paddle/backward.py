@@ -12,6 +12,8 @@ from typing import Any
 import paddle
 from paddle.base import core, framework
 
+from paddle_recompute._paddle.saved_tensors import PACK_LEAKS_A_REFERENCE, pack_references
+
 
 @dataclass
 class Backward:
@@ -88,7 +90,10 @@ def watch_backward() -> None:
     through.
     """
     core.eager.run_backward = _watched(core.eager.run_backward, partial=False, position=2)
-    core.eager.run_partial_grad = _watched(core.eager.run_partial_grad, partial=True, position=3)
+    partial_grad = core.eager.run_partial_grad
+    if PACK_LEAKS_A_REFERENCE:
+        partial_grad = pack_references.around(partial_grad)
+    core.eager.run_partial_grad = _watched(partial_grad, partial=True, position=3)
 
 
 def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Callable[..., Any]:

@@ -7,7 +7,10 @@ import functools
 import math
 import operator
 import sys
+import threading
+import weakref
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import paddle
@@ -204,23 +207,97 @@ PY_LAYER_ASKS = PyLayerContext.saved_tensor.__code__
 """The code that calls an unpack hook where a PyLayer asks for what it saved (2.6, 3.x), with its
 context as ``self``; else C++ of an operator does. Can go when a hook is told who asks."""
 
+_PY_LAYER_SAVES = PyLayerContext.save_for_backward.__code__
+"""The code that calls a pack hook where a PyLayer saves tensors (2.6, 3.x)."""
+
 PACK_LEAKS_A_REFERENCE = paddle_version() < (3, 0, 0)
-"""Paddle 2.6 never drops the reference that a pack hook returns: each saved tensor would leak."""
+"""Paddle 2.6 adds a reference to a ticket, the result of a pack hook, each time that it copies what
+holds the ticket, and never drops it: once where an operator saves one tensor, up to four times
+where it saves a list, and once in each ``paddle.grad``, which copies the graph."""
 
 
-def give_back_pack_references(tickets: list[Any]) -> None:
-    """Drop the reference to each of `tickets` that Paddle 2.6 forgets; empties the list.
+class _PackReferences(threading.local):
+    """The tickets of a thread, and the references to them that Paddle 2.6 forgets.
 
-    To be called when the recording is over and the graph holds references of its own. A ticket
-    that a PyLayer saved has one holder and none too many, so it is left alone; of the others,
-    `is_for_engine` is set. Can go with 2.6.
+    Can go with 2.6.
     """
-    own = 3  # the list, the name `ticket`, and the argument of getrefcount
-    for ticket in tickets:
-        if sys.getrefcount(ticket) - own >= 2:
-            _drop_reference(ticket)
-            ticket.is_for_engine = True
-    tickets.clear()
+
+    def __init__(self) -> None:
+        self._issued: list[Any] = []
+        self._savers: list[Any] = []
+        """For each that was issued, the code that called the operator."""
+        self._in_graphs: list[weakref.ref[Any]] = []
+        self._enough = 0
+        """How many `_in_graphs` there may be until those that are gone are left out."""
+
+    def note(self, ticket: Any, saver: CodeType) -> None:
+        """`ticket` is the result of a pack hook, which `saver` called."""
+        if saver is not _PY_LAYER_SAVES:  # it has one holder, and no copies
+            self._issued.append(ticket)
+            self._savers.append(saver)
+
+    def give_back(self, unpack: object = None) -> None:
+        """Drop the forgotten references to the tickets that were issued.
+
+        To be called when the operators that saved them have returned. Of those in a graph,
+        `is_for_engine` is set. One whose operator is gone already has no holder, but still the
+        reference from the copy. A custom operator does not copy: its one reference is the holder.
+
+        Args:
+            unpack: A hook that the graphs hold, and nothing else. Several references may be a
+                holder, or copies in a list whose operator is gone: those go with the graphs.
+        """
+        alive = []
+        savers = iter(self._savers)
+        own = 3  # the list, the name `ticket`, and the argument of getrefcount
+        for ticket in self._issued:
+            saver = next(savers)
+            num_holders = sys.getrefcount(ticket) - own
+            if num_holders >= 2:
+                for _ in range(num_holders - 1):
+                    _drop_reference(ticket)
+                ticket.is_for_engine = True
+                alive.append(weakref.ref(ticket))
+            elif num_holders and "_run_custom_op" not in saver.co_names:
+                _drop_reference(ticket)
+        self._issued.clear()
+        self._savers.clear()
+        if alive and unpack is not None:
+            weakref.finalize(unpack, _release, alive).atexit = False
+        self._in_graphs += alive
+        if len(self._in_graphs) > self._enough:
+            self._in_graphs = [one for one in self._in_graphs if _is_in_graph(one())]
+            self._enough = 2 * len(self._in_graphs) + 30
+
+    def around(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+        """``paddle.grad``'s `engine`, without the references that it adds to tickets in graphs."""
+
+        @functools.wraps(engine)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found = [
+                (ticket, sys.getrefcount(ticket))
+                for reference in self._in_graphs
+                if (ticket := reference()) is not None
+            ]
+            result = engine(*args, **kwargs)  # the traceback of an error would refer to tickets too
+            for ticket, before in found:
+                for _ in range(sys.getrefcount(ticket) - before):
+                    _drop_reference(ticket)
+            return result
+
+        return run
 
 
+def _is_in_graph(ticket: Any) -> bool:
+    return ticket is not None and ticket.is_for_engine
+
+
+def _release(tickets: list[weakref.ref[Any]]) -> None:
+    for reference in tickets:
+        if (ticket := reference()) is not None:
+            ticket.is_for_engine = False
+            ticket.release()
+
+
+pack_references = _PackReferences()
 _drop_reference = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_DecRef", ctypes.pythonapi))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import weakref
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -53,9 +54,10 @@ def take_part_in_state_dict(model: paddle.nn.Layer) -> None:
 def _copy_of(parameter: paddle.Tensor, away: Away) -> paddle.Tensor:
     """Its values; ``set_value`` of the copy sets the parameter too, as with a plain Layer."""
     copy = twin_of(parameter, on_host(away.numpy(), parameter.name, parameter.dtype))
+    alone = weakref.ref(copy)  # Paddle 3.3 never frees a tensor with an attribute that holds it
 
     def set_value(value: Any) -> None:
-        set_values_of(copy, value)
+        set_values_of(alone(), value)
         parameter.set_value(value)
 
     copy.set_value = set_value

@@ -63,7 +63,8 @@ class FirstStep:
         watch_writes()
         self._stop_calls = on_every_call(self._tell)
         self._stop_backwards = after_each_backward(self._after_backward)
-        weakref.finalize(model, _stop, weakref.ref(self)).atexit = False
+        self._at_end_of_model = weakref.finalize(model, _stop, weakref.ref(self))
+        self._at_end_of_model.atexit = False
 
     @property
     def not_called(self) -> list[str]:
@@ -91,6 +92,7 @@ class FirstStep:
 
     def stop(self) -> None:
         """Watch no more."""
+        self._at_end_of_model.detach()
         self._stop_calls()
         self._stop_backwards()
         self._functions = {name: part for name, part in self._functions.items() if part.is_called}

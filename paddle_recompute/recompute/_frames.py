@@ -75,7 +75,7 @@ class FrameTicket(Kept):
     tensor itself lies here, so it goes with the ticket.
     """
 
-    __slots__ = ("__weakref__", "failed", "frame", "is_spent")
+    __slots__ = ("failed", "frame", "is_spent")
 
     frame: Frame
     failed: str
@@ -96,6 +96,11 @@ class FrameTicket(Kept):
             if not (frame.num_awaited and frame.is_ending):
                 frame.end()
         return value
+
+    def release(self) -> None:
+        """Nobody can ask for it any more."""
+        self.tensor = None
+        del self.frame
 
 
 _new_ticket = object.__new__

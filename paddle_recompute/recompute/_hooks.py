@@ -15,7 +15,7 @@ the pair between the two reads (SIGSEGV; 2.6.2, 3.3.1).
 from __future__ import annotations
 
 import atexit
-import contextlib
+import functools
 import sys
 import threading
 import weakref
@@ -32,8 +32,8 @@ from paddle_recompute._paddle.saved_tensors import (
     PY_LAYER_ASKS,
     Look,
     before_saved_tensors_hooks,
-    give_back_pack_references,
     memory_for_engine,
+    pack_references,
     shares_memory,
     version_of,
     with_layout,
@@ -47,7 +47,7 @@ class Kept:
     the version check that Paddle has for tensors that it keeps.
     """
 
-    __slots__ = ("is_for_engine", "layout", "tensor", "version")
+    __slots__ = ("__weakref__", "is_for_engine", "layout", "tensor", "version")
 
     is_for_engine: bool
     """Whether an operator of Paddle asks for it; on Paddle 2.6 alone."""
@@ -64,6 +64,10 @@ class Kept:
         """Keep `tensor`, as `without_graph` says."""
         self.tensor = without_graph(tensor)
         self.version = version_of(tensor)
+
+    def release(self) -> None:
+        """Nobody can ask for it any more."""
+        self.tensor = None
 
     def take(self, is_last: bool, itself: bool) -> paddle.Tensor:
         """The tensor, unless it was changed in place; it is kept no longer if `is_last`."""
@@ -118,8 +122,6 @@ class _Thread(threading.local):
         """Of the innermost recorder."""
         self.is_known = False
         """Whether `_Pair` knows this thread as one that runs operators."""
-        self.issued: list[Kept | None] = []
-        """Paddle 2.6 only: the tickets issued since the outermost recording began."""
 
 
 _thread = _Thread()
@@ -132,7 +134,7 @@ class _Pair:
         # Reentrant: Paddle's function that sets a pair calls `make_room` in the same thread.
         self._lock = threading.RLock()
         self._num_recording = 0
-        self._is_set = False
+        self._hooks: Any = None
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def enter(self) -> None:
@@ -143,28 +145,36 @@ class _Pair:
         """
         with self._lock:
             self.register_thread()
-            if not self._is_set:
-                _hooks.__enter__()
-                self._is_set = True
+            if self._hooks is None:
+                hooks = paddle.autograd.saved_tensors_hooks(*_pack_and_unpack())
+                hooks.__enter__()
+                self._hooks = hooks
             self._num_recording += 1
 
-    def leave(self) -> None:
-        """Count one recording thread less."""
+    def leave(self) -> object:
+        """Count one recording thread less.
+
+        Returns:
+            The unpack hook, which the graphs alone hold from now on; None if the pair stays set.
+        """
         with self._lock:
             self._num_recording -= 1
             if len(self._threads) > 1:
                 me = threading.current_thread()
                 if any(thread is not me and thread.is_alive() for thread in self._threads):
                     before_saved_tensors_hooks(self.make_room)
-                    return
-            self.make_room()
+                    return None
+            return self.make_room()
 
-    def make_room(self) -> None:
-        """Remove the pair if no thread records."""
+    def make_room(self) -> object:
+        """Remove the pair if no thread records; returns its unpack hook."""
         with self._lock:
-            if self._num_recording == 0 and self._is_set:
-                _hooks.__exit__(None, None, None)
-                self._is_set = False
+            hooks = self._hooks
+            if self._num_recording or hooks is None:
+                return None
+            hooks.__exit__(None, None, None)
+            self._hooks = None
+            return hooks.unpack_hook
 
     def close(self) -> None:
         """Remove the pair at exit; otherwise the process would hang."""
@@ -201,6 +211,8 @@ def begin_recording(recorder: Recorder) -> bool:
             _pair.enter()
         except ValueError:  # Paddle: "only one pair of hooks is allowed at a time"
             return False
+        if PACK_LEAKS_A_REFERENCE:
+            pack_references.give_back()  # of tickets with another unpack hook
     recorders.append(recorder)
     _thread.pack = recorder.pack
     return True
@@ -213,9 +225,9 @@ def end_recording() -> None:
     recorders.pop()
     thread.pack = recorders[-1].pack if recorders else _keep
     if not recorders:
-        _pair.leave()
-        if thread.issued:
-            give_back_pack_references(thread.issued)
+        unpack = _pair.leave()
+        if PACK_LEAKS_A_REFERENCE:
+            pack_references.give_back(unpack)
 
 
 def _pack(tensor: paddle.Tensor) -> object:
@@ -223,13 +235,13 @@ def _pack(tensor: paddle.Tensor) -> object:
 
 
 def _pack_and_note(tensor: paddle.Tensor) -> object:
-    """`_pack` where Paddle forgets the reference that it returns."""
+    """`_pack` where Paddle forgets references to what it returns."""
     thread = _thread
     ticket = thread.pack(tensor)
     if ticket is not None:
         if not thread.recorders:  # another thread records; this one has no end of recording
-            give_back_pack_references(thread.issued)
-        thread.issued.append(ticket)
+            pack_references.give_back()
+        pack_references.note(ticket, sys._getframe(1).f_code)
     return ticket
 
 
@@ -277,6 +289,8 @@ def _may_need_gradient(tensor: paddle.Tensor) -> bool:
     return bool(paddle.is_floating_point(tensor) or paddle.is_complex(tensor))
 
 
-_hooks: contextlib.AbstractContextManager[Any] = paddle.autograd.saved_tensors_hooks(
-    _pack_and_note if PACK_LEAKS_A_REFERENCE else _pack, _unpack
-)
+def _pack_and_unpack() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The pair; where Paddle forgets references, with an unpack hook that no other pair has."""
+    if PACK_LEAKS_A_REFERENCE:
+        return _pack_and_note, functools.partial(_unpack)
+    return _pack, _unpack

@@ -392,3 +392,17 @@ def test_the_gradient_cache_leaves_hooks_of_an_offloaded_model_alone() -> None:
     assert tower.weight.grad is not None
     with pytest.raises(OSError, match="a hook on an offloaded parameter"):  # Paddle's own type
         GradCache(chain, ContrastiveLoss(), chunk_size=2).backward(x, x)
+
+
+def test_copies_of_a_state_dict_go_with_it() -> None:
+    model = offloaded()
+    gc.collect()
+    before = memory.current_bytes()
+    state = model.state_dict()
+    held = memory.current_bytes()
+    name, value = next(iter(state.items()))
+    value.set_value(np.full(value.shape, 3, "float32"))
+    assert (value.numpy() == 3).all() and (model.state_dict()[name].numpy() == 3).all()
+    assert memory.current_bytes() == held > before
+    del state, value
+    assert memory.current_bytes() == before

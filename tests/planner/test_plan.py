@@ -730,3 +730,37 @@ def plan_of_rank(rows: list[int]) -> Any:
 def test_ranks_with_other_bytes_run_equally_many_steps() -> None:
     one, other = run_ranks(plan_of_rank, 2, rows=[4, 9])
     assert one == other and one[1] == 4
+
+
+class SavesItsOutput(paddle.autograd.PyLayer):
+    """Without a backward, Paddle never frees what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+        y = x.tanh()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        (y,) = ctx.saved_tensor()
+        return gradient * (1 - y.square())
+
+
+class Saving(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(16, 16)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return SavesItsOutput.apply(self.linear(x))
+
+
+@pytest.mark.parametrize("keeps_gradients", [True, False])
+def test_a_py_layer_that_saves_its_output_is_gone_after_an_estimate(keeps_gradients: bool) -> None:
+    model, x = paddle.nn.Sequential(Saving(), Saving()), paddle.randn([8, 16])
+    before = memory.current_bytes()
+    for _ in range(2):
+        estimate(model, x, squared, checkpoints=["*"], keeps_gradients=keeps_gradients)
+    assert memory.current_bytes() == before
+    assert all(one.grad is None for one in model.parameters())

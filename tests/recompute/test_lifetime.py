@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from paddle_recompute import RecomputeConfig, apply_recompute, is_recomputing, recompute
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.recompute import recompute_wrapper
+from paddle_recompute.recompute._hooks import Kept
 from tests.processes import python
 from tests.recompute.contract import Run, Seen, case, leaf, plain
 from tests.recompute.test_engine import OneByOne, cus_tanh
@@ -232,6 +234,168 @@ def test_forwards_without_a_backward_do_not_add_up(stored: str) -> None:
         model(input_tensor())
         in_use.append(_memory.current_bytes())
     assert in_use[1] == in_use[-1]
+
+
+# ---------------------------------------------------------------- what the loss does not depend on
+
+
+def tickets_left() -> int:
+    """The saved-tensor tickets in this process, which the garbage collector would not find."""
+    return sum(isinstance(one, Kept) for one in gc.get_objects())
+
+
+def entropy(h: paddle.Tensor) -> paddle.Tensor:
+    p = paddle.nn.functional.softmax(h)
+    return -(p * p.log()).sum()
+
+
+LOGGED: dict[str, Callable[[paddle.Tensor], Any]] = {
+    "max": lambda h: float(h.abs().max()),
+    "std": lambda h: float(h.std()),
+    "entropy": lambda h: float(entropy(h)),
+    "dropped": lambda h: h.exp(),
+    "einsum": lambda h: float(paddle.einsum("ij,ij->", h, h)),
+}
+
+
+@pytest.mark.parametrize("log", LOGGED.values(), ids=list(LOGGED))
+def test_what_a_block_logs_with_gradient_goes(log: Callable[[paddle.Tensor], Any]) -> None:
+    layer, in_use = block(), []
+    before = tickets_left()
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        h = layer(x)
+        log(h)
+        return h
+
+    for _ in range(4):
+        recompute(function, input_tensor() * 2).square().mean().backward()
+        layer.clear_gradients()
+        in_use.append(_memory.current_bytes())
+    assert len(set(in_use)) == 1
+    # An operator that saves a list (einsum) leaves empty tickets on Paddle 2.6.
+    assert log is LOGGED["einsum"] or tickets_left() == before
+
+
+@pytest.mark.parametrize("log", list(LOGGED.values())[:-1], ids=list(LOGGED)[:-1])
+def test_what_a_block_logs_is_not_kept_for_an_output_that_stays(
+    log: Callable[[paddle.Tensor], Any],
+) -> None:
+    held = []
+    layer = block()
+    for run in (plain, recompute):
+
+        def function(x: paddle.Tensor) -> paddle.Tensor:
+            h = layer(x)
+            log(h)
+            return h
+
+        x = input_tensor()
+        before = _memory.current_bytes()
+        y = run(function, x * 2)
+        y.square().mean().backward()
+        layer.clear_gradients()
+        held.append(_memory.current_bytes() - before)
+        del y
+    assert held[1] <= held[0]
+
+
+def asked_by_grad(y: paddle.Tensor, x: paddle.Tensor) -> None:
+    paddle.grad(y.sum(), [x])
+
+
+def asked_by_grad_twice(y: paddle.Tensor, x: paddle.Tensor) -> None:
+    loss = y.square().sum()
+    paddle.grad(loss, [x], retain_graph=True)
+    loss.backward()
+
+
+def asked_by_create_graph(y: paddle.Tensor, x: paddle.Tensor) -> None:
+    (gradient,) = paddle.grad(y.square().sum(), [x], create_graph=True)
+    gradient.square().sum().backward()
+
+
+def asked_by_create_graph_alone(y: paddle.Tensor, x: paddle.Tensor) -> None:
+    paddle.grad(y.square().sum(), [x], create_graph=True)
+
+
+def asked_inside(y: paddle.Tensor, x: paddle.Tensor) -> None:
+    h = y * 1
+    paddle.grad(h.square().sum(), [h])
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        asked_by_grad,
+        asked_by_grad_twice,
+        asked_by_create_graph,
+        asked_by_create_graph_alone,
+        asked_inside,
+    ],
+)
+def test_paddle_grad_leaves_no_ticket(ask: Callable[[paddle.Tensor, paddle.Tensor], None]) -> None:
+    linear, in_use = paddle.nn.Linear(WIDTH, WIDTH), []
+    before = tickets_left()
+    for _ in range(4):
+        x = input_tensor()
+        ask(recompute(lambda x: linear(x).tanh(), x * 2), x)
+        linear.clear_gradients()
+        del x
+        in_use.append(_memory.current_bytes())
+    assert len(set(in_use)) == 1
+    assert tickets_left() == before
+
+
+@pytest.mark.parametrize("has_backward", [True, False])
+@pytest.mark.parametrize("kind", [paddle.nn.LSTM, paddle.nn.GRU])
+def test_what_an_operator_saves_in_lists_goes(kind: type, has_backward: bool) -> None:
+    layer, in_use = kind(16, 16, num_layers=2), []
+    before = tickets_left()
+    for _ in range(3):
+        y = recompute(lambda x: layer(x)[0], leaf(2, 4, 16) * 2)
+        if has_backward:
+            y.sum().backward()
+            layer.clear_gradients()
+        del y
+        in_use.append(_memory.current_bytes())
+    assert len(set(in_use[1:])) == 1
+    assert tickets_left() == before
+
+
+def test_what_was_saved_under_the_hooks_of_another_thread_stays() -> None:
+    """Also after hooks of the user, and after the graph of the next recompute has gone."""
+    records, goes_on = threading.Event(), threading.Event()
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        records.set()
+        goes_on.wait()
+        return x.tanh()
+
+    thread = threading.Thread(target=lambda: recompute(function, input_tensor()))
+    thread.start()
+    records.wait()
+    x = input_tensor()
+    y = x.exp()
+    goes_on.set()
+    thread.join()
+    with paddle.autograd.saved_tensors_hooks(lambda one: one.detach(), lambda one: one):
+        pass
+    recompute(lambda x: x.tanh(), input_tensor())
+    y.sum().backward()
+    assert x.grad.numpy().tobytes() == y.numpy().tobytes()
+
+
+def test_unwrapping_leaves_nothing_at_the_model() -> None:
+    model = paddle.nn.Sequential(block(), block())
+    num_references = []
+    for _ in range(3):
+        apply_recompute(model, RecomputeConfig(checkpoints=["*"]))
+        model(input_tensor()).mean().backward()
+        for one in model:
+            one.unwrap()
+        num_references.append(weakref.getweakrefcount(model))
+    assert len(set(num_references)) == 1
 
 
 # ------------------------------------------------------------------ beside Paddle's own recompute
