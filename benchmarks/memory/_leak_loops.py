@@ -1,4 +1,4 @@
-"""The loops of `benchmarks.memory.leaks`: what people do around a recomputed model, step after step."""
+"""The loops of `leaks`: what people do around a recomputed model, step after step."""
 
 from __future__ import annotations
 
