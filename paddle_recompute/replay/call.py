@@ -109,7 +109,7 @@ class Call:
                 opaque |= type(leaf) not in _PLAIN
         # The parameters among the arguments, which are not copied, with their flags.
         parameters = [leaf for leaf, stamp in stamps if stamp.address is not None]
-        self._parameters = parameters, [*map(flag_of, parameters)]
+        self._parameters = (parameters, [*map(flag_of, parameters)]) if parameters else None
         self._amp = amp_state()
         self._context = contextvars.copy_context() or None
         like = before if before is not None and before._reach.is_settled and not opaque else None
@@ -171,7 +171,8 @@ class Call:
             if (amp := set_amp_state(self._amp)) is not self._amp:
                 undo.append(functools.partial(set_amp_state, amp))
             may_change = self._reach.may_change_flags
-            put_back_flags(*self._parameters, undo, may_change=may_change)
+            if self._parameters is not None:
+                put_back_flags(*self._parameters, undo, may_change=may_change)
             self._reach.put_back(undo)
             self._layers.put_back(undo, may_change_flags=may_change)
             self._layers.refuse_new_layers(self, undo)

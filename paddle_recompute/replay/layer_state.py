@@ -34,7 +34,7 @@ from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
 from paddle_recompute.replay.contents import content_of, hold, is_same
-from paddle_recompute.replay.flags import flag_of, put_back_flags
+from paddle_recompute.replay.flags import flag_of
 from paddle_recompute.replay.places import ABSENT, fill_dict
 from paddle_recompute.replay.snapshot import Undo
 
@@ -203,7 +203,7 @@ class LayerState:
         known: The Layers, by id.
     """
 
-    __slots__ = ("_bare", "_flags", "_holders", "_stamps", "_with_statistics", "known")
+    __slots__ = ("_bare", "_holders", "_stamps", "_with_statistics", "known")
 
     def __init__(self, layers: list[paddle.nn.Layer], *, with_statistics: bool = False) -> None:
         """The state of `layers`, without their sublayers, before a forward; call `after_forward`
@@ -217,7 +217,6 @@ class LayerState:
         self._bare: list[dict[str, Any]] = []  # the dicts of buffers that are empty
         self._holders: list[_Holder] = []
         self._stamps: list[_writes.Stamps] = []
-        self._flags: list[tuple[list[paddle.Tensor], list[bool]]] = []
         self._add(layers)
 
     def add_called(self, layer: paddle.nn.Layer) -> list[paddle.nn.Layer]:
@@ -263,7 +262,6 @@ class LayerState:
         values = _flat(map(dict.values, parameters))
         trained = [one for one in values if one is not None and id(one) not in statistics]
         self._stamps.append(_writes.Stamps(trained))
-        self._flags.append((trained, [*map(flag_of, trained)]))
 
     def _add_buffers(self, layer: paddle.nn.Layer, *, is_norm: bool) -> None:
         is_read = not is_norm or self._with_statistics or kernel_reads_statistics(layer)
@@ -308,8 +306,8 @@ class LayerState:
         for holder in self._holders:
             undo.append(functools.partial(fill_dict, holder.tensors, dict(holder.tensors)))
             holder.put_back()
-        for parameters, flags in self._flags:
-            put_back_flags(parameters, flags, undo, may_change=may_change_flags)
+        for stamps in self._stamps:
+            stamps.put_back_flags(undo, may_change=may_change_flags)
         written = {id(tensor) for stamps in self._stamps for tensor in stamps.written()}
         if written:
             by_forward = set[int]().union(*(stamps.by_forward for stamps in self._stamps))

@@ -15,13 +15,15 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
 
 import paddle
 
 from paddle_recompute._paddle import layers, writes
 from paddle_recompute._paddle.saved_tensors import version_of
 from paddle_recompute._paddle.writes import address_of, addresses_of
+from paddle_recompute.replay.flags import flag_of, put_back_flags
 
 
 class Stamp(NamedTuple):
@@ -74,7 +76,9 @@ class Stamps:
         by_forward: The ids of those that the first forward itself has written to.
     """
 
-    __slots__ = ("_addresses", "_stamps", "_tensors", "_tick", "_versions", "by_forward")
+    __slots__ = (
+        "_addresses", "_flags", "_stamps", "_tensors", "_tick", "_versions", "by_forward",
+    )  # fmt: skip
 
     def __init__(self, tensors: list[paddle.Tensor]) -> None:
         addresses = addresses_of(tensors)
@@ -86,12 +90,17 @@ class Stamps:
         self._tick = _tick
         self._versions = [*map(version_of, tensors)]
         self._stamps = [*map(stamp, tensors)] if _any_travels else None
-        self.by_forward: set[int] = set()
+        self._flags = [*map(flag_of, tensors)]
+        self.by_forward: AbstractSet[int] = frozenset()
 
     def after_forward(self) -> None:
         """Note what the forward itself has written to."""
         if self._tick != _tick or [*map(version_of, self._tensors)] != self._versions:
             self.by_forward = {*map(id, self.written())}
+
+    def put_back_flags(self, undo: list[Any], *, may_change: bool) -> None:
+        """See `flags.put_back_flags`."""
+        put_back_flags(self._tensors, self._flags, undo, may_change=may_change)
 
     def written(self) -> list[paddle.Tensor]:
         """Those of the tensors that were written to since."""
