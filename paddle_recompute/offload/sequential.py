@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
@@ -135,7 +136,7 @@ class OffloadSequential(paddle.nn.Sequential):
             outputs = _shard_call.run(
                 self._offload_chain,
                 number,
-                _Consecutive(members[part.start : part.stop]),
+                functools.partial(_one_after_the_other, members[part.start : part.stop]),
                 given,
                 storage=self._storage,
                 checkpoint=self._checkpoint,
@@ -177,17 +178,11 @@ class OffloadSequential(paddle.nn.Sequential):
             send_away(layer, away, make_slot)
 
 
-class _Consecutive:
-    """Layers that are called one after the other."""
-
-    def __init__(self, layers: list[paddle.nn.Layer]) -> None:
-        self._layers = layers
-
-    def __call__(self, *inputs: Any) -> Any:
-        outputs: Any = inputs
-        for layer in self._layers:
-            outputs = layer(*outputs) if isinstance(outputs, tuple) else layer(outputs)
-        return outputs
+def _one_after_the_other(layers: list[paddle.nn.Layer], *inputs: Any) -> Any:
+    outputs: Any = inputs
+    for layer in layers:
+        outputs = layer(*outputs) if isinstance(outputs, tuple) else layer(outputs)
+    return outputs
 
 
 def _check(num_shards: int, offload: str, num_microbatches: int, prefetch: int) -> None:

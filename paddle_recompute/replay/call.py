@@ -147,7 +147,8 @@ class Call:
         """Watch `layer`, which the first forward calls and the search did not find."""
         if self._draws is not None:
             self._draws.read_host()
-        self._reach.snapshot.add_flags(self._layers.add_called(layer))
+        self._reach.add_called(layer)
+        self._layers.add_called(layer, with_statistics=self._reach.reads_statistics)
 
     def repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function again, with gradients enabled, as `first` ran it.

@@ -130,18 +130,30 @@ class Reach:
     """
 
     __slots__ = (
-        "_tensors", "is_settled", "may_draw", "may_seed", "reads_statistics", "snapshot",
+        "_search", "_tensors", "is_settled", "may_draw", "may_seed", "reads_statistics",
+        "snapshot",
     )  # fmt: skip
 
     def __init__(self, function: Any, arguments: Any) -> None:
         search = _Search.of(function, arguments)
         self.snapshot = search.snapshot
         self.may_draw, self.may_seed = search.may_draw, search.may_seed
-        self.reads_statistics = search.is_dynamic or not search.names.isdisjoint(_TO_STATISTICS)
+        self.reads_statistics = search.reads_statistics
         self._tensors = search.tensors
+        self._search: _Search | None = search
+
+    def add_called(self, layer: paddle.nn.Layer) -> None:
+        """Add what `layer` reaches, which the first forward calls and the search did not find."""
+        if (search := self._search) is None:  # a later call uses the record of an earlier one
+            self.snapshot.add_flags(layers_below(layer))
+            return
+        search._visit(layer, "")
+        search._look_up_names()
+        self.reads_statistics = search.reads_statistics
 
     def after_forward(self) -> None:
         """Accept what the first forward changed itself: see the module."""
+        self._search = None  # it holds the graphs of what it has seen
         self.is_settled = self.snapshot.after_forward()
         if self._tensors:
             self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
@@ -243,6 +255,11 @@ class _Search:
         search.may_draw |= bool(search._objects)
         search._look_up_names()
         return search
+
+    @property
+    def reads_statistics(self) -> bool:
+        """See `Reach`."""
+        return self.is_dynamic or not self.names.isdisjoint(_TO_STATISTICS)
 
     def _visit(self, value: Any, name: str) -> None:
         """Visit `value`, which `name` holds, and its content."""
