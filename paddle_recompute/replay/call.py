@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import paddle
@@ -149,6 +149,10 @@ class Call:
             self._draws.read_host()
         self._reach.add_called(layer)
         self._layers.add_called(layer, with_statistics=self._reach.reads_statistics)
+
+    def captured_with_graph(self) -> Iterator[tuple[str, paddle.Tensor]]:
+        """See `Reach`."""
+        return self._reach.captured_with_graph()
 
     def repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function again, with gradients enabled, as `first` ran it.

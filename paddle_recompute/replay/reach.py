@@ -169,6 +169,15 @@ class Reach:
             if tensor.is_written():
                 tensor.refuse(undo)
 
+    def captured_with_graph(self) -> Iterator[tuple[str, paddle.Tensor]]:
+        """The tensors with a graph that the function reaches and that are alive, with their names
+        there; not those among its arguments.
+        """
+        for one in self._tensors:
+            tensor = one.with_graph() if one.with_graph is not None else None
+            if tensor is not None and not tensor.stop_gradient:
+                yield one.name, tensor
+
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Inside, what `put_back` does."""
@@ -188,14 +197,16 @@ class _Captured:
         name: The variable or attribute that holds it, or holds its list.
         owner: The only Layer that holds it, in another way than as parameter or buffer; None where
             code reads it, or several Layers.
+        with_graph: A weak reference to the tensor if it has a graph.
     """
 
-    __slots__ = ("_stamp", "_tensor", "identity", "name", "owner")
+    __slots__ = ("_stamp", "_tensor", "identity", "name", "owner", "with_graph")
 
     def __init__(self, tensor: paddle.Tensor, name: str, owner: paddle.nn.Layer | None) -> None:
         self.identity = id(tensor)
         # Without its graph, but with its memory and version counter.
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.with_graph = None if tensor.is_leaf else weakref.ref(tensor)
         self._stamp = _writes.stamp(tensor)
         self.name = name
         self.owner = owner
