@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+import os
 from typing import Any
 
 import numpy as np
@@ -300,22 +300,37 @@ def test_the_bytes_of_a_rank_follow_the_formula(ranks: str, request: pytest.Fixt
         assert peak is None or peak <= 1.02 * (4 * own + 2 * shard)
 
 
-def _made_and_dropped() -> int:
-    """How many threads the second to sixth chain add; two at a time are used in turns."""
+def _resources() -> tuple[int, int]:
+    """Threads of the system and descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def _made_and_dropped() -> list[tuple[int, int]]:
+    """`_resources` after 4 and after 8 times two chains, of which one has made a step."""
     counts = []
-    for _ in range(3):
+    for number in range(8):
         towers = [chain("ranks", encoders(), num_shards=4) for _ in range(2)]
         x = paddle.ones([2, WIDTH])
-        (towers[0](x) * towers[1](x)).sum().backward()
-        del towers
+        step = TrainStep(
+            towers[0],
+            towers[0].optimizer(adamw),
+            loss_fn=lambda model, x: model(x).square().mean(),
+        )
+        step([x])
+        with paddle.no_grad():
+            towers[1](x)
+        del towers, step
         gc.collect()
-        counts.append(threading.active_count())
-    return counts[-1] - counts[0]
+        if number % 4 == 3:
+            counts.append(_resources())
+    return counts
 
 
-def test_chains_that_are_gone_leave_no_more_threads() -> None:
-    """All chains share 4 lanes, two of which the first two have made."""
-    assert max(run_ranks(_made_and_dropped, 2)) <= 2
+def test_chains_and_steps_that_are_gone_leave_no_threads_and_descriptors() -> None:
+    """All chains share some lanes, which the first ones have made."""
+    for middle, end in run_ranks(_made_and_dropped, 2):
+        assert end[0] <= middle[0]
+        assert end[1] <= middle[1]
 
 
 def _refused() -> None:
