@@ -11,7 +11,13 @@ import paddle
 from paddle.autograd import PyLayer
 
 from paddle_recompute import _nested
-from paddle_recompute._paddle.backward import Backward, current_backward, hand_on, watch_backward
+from paddle_recompute._paddle.backward import (
+    Backward,
+    backward_from,
+    current_backward,
+    hand_on,
+    watch_backward,
+)
 from paddle_recompute.errors import OffloadError, RecomputeError
 from paddle_recompute.offload._chain import Chain
 from paddle_recompute.recompute import InputStorage, innermost
@@ -225,10 +231,10 @@ class _ShardCall:
                 pairs[id(leaf)] = leaf, gradient if known is None else known[1] + gradient
         del outputs, leaves
         if pairs:
-            tensors, of_tensors = map(list, zip(*pairs.values(), strict=True))
+            tensors, of_tensors = zip(*pairs.values(), strict=True)
             del pairs, leaf
             with self._refusing_captured(call):
-                paddle.autograd.backward(tensors, of_tensors)
+                backward_from(tensors, of_tensors)
         return [*map(_gradient_of, given)]
 
     @contextlib.contextmanager
