@@ -40,6 +40,10 @@ class OffloadedGradients(Protocol):
     def parameters(self) -> Sequence[paddle.Tensor]:
         """Those parameters, in the same order on every rank."""
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether its parameters are with several ranks, which then run the forward together."""
+
     def begin(self, sender: PieceSender | None) -> None:
         """The backward that follows is the last one of a step; None: there is one rank only."""
 

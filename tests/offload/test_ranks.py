@@ -14,9 +14,9 @@ import pytest
 from paddle_recompute import ContrastiveLoss, GradCache, GradientSync, OffloadSequential, TrainStep
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.travelling import has_memory
-from paddle_recompute.errors import ConfigError, OffloadError, RecomputeError
+from paddle_recompute.errors import ConfigError, DataError, OffloadError, RecomputeError
 from tests.bits import assert_same_bits, values_of
-from tests.distributed.mortal_ranks import MortalRanks
+from tests.distributed.mortal_ranks import MortalRanks, results_of
 from tests.fake_device import selected
 from tests.offload.chains import (
     WIDTH,
@@ -382,3 +382,16 @@ def test_ranks_that_do_different_things_get_an_error() -> None:
         for rank in (0, 1):
             code, output = ranks.end_of(rank, within=60)
             assert code != 0 and "SyncError: the ranks are not in the same place" in output, output
+
+
+def _other_numbers_of_chunks() -> None:
+    model = OffloadSequential(encoders(), num_shards=4, offload="ranks")
+    cache = GradCache(model, ContrastiveLoss(0.1), chunk_size=2)
+    step = TrainStep(model, model.optimizer(adamw), grad_cache=cache)
+    rows = paddle.randn([4 + 2 * dist.get_rank(), WIDTH])
+    with pytest.raises(DataError, match=r"from 4 to 6; with offload='ranks'"):
+        step([(rows, rows)])
+
+
+def test_other_numbers_of_chunks_on_the_ranks_are_named() -> None:
+    results_of(_other_numbers_of_chunks)
