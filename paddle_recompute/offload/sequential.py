@@ -35,6 +35,10 @@ class OffloadSequential(paddle.nn.Sequential):
     twice in one shard, and for the gradient of an output that is used three times, twice in one
     shard of another chain. A backward runs once.
 
+    The second forward has the state of the first, as in `recompute`. A tensor that a Layer stores
+    beside its output has no graph: return an auxiliary loss. A captured tensor that needs a
+    gradient is refused. Every floating-point output of a shard needs a gradient.
+
     Names, ``state_dict``, ``set_state_dict`` and checkpoints are those of the plain
     ``paddle.nn.Sequential``. ``state_dict`` returns copies in host memory. ``numpy()`` reads a
     parameter and ``set_value()`` writes it wherever it is; all else is refused outside of

@@ -12,7 +12,8 @@ dicts and hooks; of plain objects at any depth, the attributes that the code fou
 by name (all attributes if it uses ``getattr``); Layers with their sublayers, parameters and
 attributes. The search ends after `MOST_SEARCHED` objects and skips containers of more than
 `LONGEST_SEARCHED` items, which hold data. Objects of libraries and of Python itself (locks,
-barriers, loggers) are skipped.
+barriers, loggers) are skipped. What a Layer reaches that only its call finds (an import inside the
+function, an attribute of a class, a weak reference) is added when the first forward calls it.
 
 **What the forward itself changes.** A number that it rebinds and a list or dict of data that it
 changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other object that
