@@ -36,6 +36,7 @@ EVERY_ON_26 = {
     _TRAINED + "test_a_resumed_run_repeats_the_bits": 3,
     "tests/app/encoder/test_own.py::test_it_is_trained_evaluated_and_encodes": 2,
     "tests/offload/test_ranks.py::test_two_ranks_have_the_bits_of_the_plain_chain": 2,
+    "tests/recompute/test_doors.py::test_the_second_forward_has_the_state_of_the_first": 3,
     "tests/offload/test_sequential.py::test_steps_give_the_bits_of_the_plain_chain": 2,
     "tests/examples/test_examples.py::test_train_contrastive_finds_what_it_learned": 2,
 }

@@ -2,8 +2,8 @@
 
 16 Layers of ``Linear(1024, 1024)``, each recomputed and a shard, float32. Bytes are those of
 Paddle's allocator above what was there before the model: between two steps, and the peak of the
-third step, with one row per rank. Time is the ratio of the CPU time of a step with 64 rows, round
-by round in one run.
+third step, with one row per rank. Time is the ratio of the CPU time of a step with 64 rows, to the
+plain chain with and without recompute, round by round in one run.
 
     python -m benchmarks.memory.sharding_parameters [--rounds N]
 """
@@ -27,6 +27,7 @@ from paddle_recompute._paddle import memory as _memory
 
 BLOCKS, WIDTH, ROWS, RANKS = 16, 1024, 64, 2
 VARIANTS = ("replicated", "on ranks")
+WITHOUT = "replicated without recompute"
 SHARD = 4 * WIDTH * (WIDTH + 1)
 """Bytes of the parameters of one."""
 MIB = 2**20
@@ -41,9 +42,10 @@ def step_of(variant: str) -> Callable[[int], float]:
     """Makes a step with a number of rows; a fresh model."""
     paddle.seed(0)
     layers = [paddle.nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)]
-    if variant == "replicated":
+    if variant != "on ranks":
         model: Any = paddle.nn.Sequential(*layers)
-        apply_recompute(model, RecomputeConfig(enable=True, checkpoints=["*"]))
+        if variant != WITHOUT:
+            apply_recompute(model, RecomputeConfig(enable=True, checkpoints=["*"]))
         optimizer: Any = adamw(model.parameters())
     else:
         model = OffloadSequential(layers, num_shards=BLOCKS, offload="ranks")
@@ -69,8 +71,8 @@ def measure(rounds: int) -> dict[str, Any]:
     """What one rank measures."""
     found = {variant: bytes_of(variant) for variant in VARIANTS}
     gc.collect()
-    steps = {variant: step_of(variant) for variant in VARIANTS}
-    shares = []
+    steps = {variant: step_of(variant) for variant in (*VARIANTS, WITHOUT)}
+    shares: dict[str, list[float]] = {VARIANTS[0]: [], WITHOUT: []}
     for number in range(rounds + 2):
         taken = {}
         for variant, step in steps.items():
@@ -78,7 +80,8 @@ def measure(rounds: int) -> dict[str, Any]:
             step(ROWS)
             taken[variant] = time.process_time() - began
         if number >= 2:
-            shares.append(taken[VARIANTS[1]] / taken[VARIANTS[0]])
+            for variant, ratios in shares.items():
+                ratios.append(taken[VARIANTS[1]] / taken[variant])
     return {"bytes": found, "shares": shares}
 
 
@@ -104,16 +107,23 @@ def main() -> None:
             if formula is not None:
                 texts = [f"{formula / MIB:.1f}", f"{most / formula:.3f}"]
             rows.append([variant, what, f"{most / MIB:.1f}", *texts])
-    shares = sorted(one for rank in found for one in rank["shares"])
-    low, middle, high = statistics.quantiles(shares, n=4)
+    times = []
+    for variant in (VARIANTS[0], WITHOUT):
+        shares = [one for rank in found for one in rank["shares"][variant]]
+        low, middle, high = statistics.quantiles(shares, n=4)
+        times.append(
+            f"CPU time of a step, on ranks / {variant}: {middle:.3f} (quartiles {low:.3f} to "
+            f"{high:.3f})."
+        )
     body = [
         *table(["parameters", "bytes", "MiB per rank", "formula MiB", "measured / formula"], rows),
         "",
         "The formula on n ranks is 12 P / n bytes between steps, and 16 P / n and the parameters "
         "of two shards at the peak. The replicated run has buffers of gradients at its peak.",
         "",
-        f"CPU time of a step, on ranks / replicated: {middle:.3f} (quartiles {low:.3f} to "
-        f"{high:.3f}).",
+        "Replicated: each Layer is recomputed, as each shard is.",
+        "",
+        *times,
     ]
     command = "python -m benchmarks.memory.sharding_parameters"
     title = "Parameters, gradients and optimizer state spread over two ranks"

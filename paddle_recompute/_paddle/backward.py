@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import paddle
 from paddle.base import core, framework
 
 from paddle_recompute._paddle.saved_tensors import PACK_LEAKS_A_REFERENCE, pack_references
+from paddle_recompute._paddle.version import paddle_version
 
 
 @dataclass
@@ -69,6 +70,18 @@ def set_gradients(enabled: bool) -> bool:
     before: bool = tracer._has_grad
     tracer._has_grad = enabled
     return before
+
+
+def backward_from(tensors: Sequence[paddle.Tensor], gradients: Sequence[paddle.Tensor]) -> None:
+    """``paddle.autograd.backward`` of different `tensors`, of which one may depend on another.
+
+    2.6 raises ("Unable to find next node in the GradTensorHolder") where one is computed from a
+    later one. Behind an operator of its own none is. Can go with 2.6.
+    """
+    if len(tensors) > 1 and paddle_version() < (3, 0, 0):
+        with paddle.enable_grad():
+            tensors = [*map(paddle.assign, tensors)]
+    paddle.autograd.backward([*tensors], [*gradients])
 
 
 def hand_on(error: BaseException) -> None:

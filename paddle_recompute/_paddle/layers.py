@@ -37,11 +37,23 @@ def parameters_of_optimizer(optimizer: Any) -> list[paddle.Tensor]:
     return [parameter for group in groups for parameter in group]
 
 
-def clip_of_optimizer(optimizer: Any) -> Any:
-    """What `optimizer` clips gradients with, or None: ``Optimizer._grad_clip`` (2.6, 3.x). Can go
-    when an optimizer says it publicly.
+def with_inner_optimizers(optimizer: Any) -> list[Any]:
+    """`optimizer` and those inside of it, as ``LookAhead`` has one (2.6, 3.x)."""
+    inner = [one for one in vars(optimizer).values() if isinstance(one, paddle.optimizer.Optimizer)]
+    return [optimizer, *(each for one in inner for each in with_inner_optimizers(one))]
+
+
+def clips_of_optimizer(optimizer: Any) -> list[Any]:
+    """What `optimizer`, its parameter groups and the optimizers inside of it clip gradients with:
+    ``_grad_clip`` and ``_param_groups`` of an ``Optimizer`` (2.6, 3.x). Can go when an optimizer
+    says it publicly.
     """
-    return getattr(optimizer, "_grad_clip", None)
+    clips = []
+    for one in with_inner_optimizers(optimizer):
+        groups = getattr(one, "_param_groups", None) or []
+        clips.append(getattr(one, "_grad_clip", None))
+        clips += [group.get("grad_clip") for group in groups if isinstance(group, dict)]
+    return [clip for clip in clips if clip is not None]
 
 
 @functools.cache

@@ -18,7 +18,11 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.flat import Gradients
-from paddle_recompute._paddle.layers import clip_of_optimizer, parameters_of_optimizer
+from paddle_recompute._paddle.layers import (
+    clips_of_optimizer,
+    parameters_of_optimizer,
+    with_inner_optimizers,
+)
 from paddle_recompute.errors import ConfigError
 
 _HALF = frozenset((paddle.float16, paddle.bfloat16))
@@ -97,18 +101,24 @@ def check_treats_each_alone(optimizer: Any, seen: str) -> None:
         seen: What it sees of all parameters and gradients, in words.
 
     Raises:
-        ConfigError: It is LBFGS, or clips by a norm over all gradients.
+        ConfigError: It is LBFGS, or clips by anything but the value or the norm of each gradient.
     """
-    if isinstance(optimizer, paddle.optimizer.LBFGS):
+    if any(isinstance(one, paddle.optimizer.LBFGS) for one in with_inner_optimizers(optimizer)):
         raise ConfigError(
             f"the optimizer is LBFGS, which looks at all parameters at once, and sees {seen}. Use "
             "one that treats each parameter by itself"
         )
-    if isinstance(clip_of_optimizer(optimizer), paddle.nn.ClipGradByGlobalNorm):
-        raise ConfigError(
-            f"the optimizer clips by the norm of all gradients (grad_clip), and sees {seen}; take "
-            "grad_clip out, and use TrainStep(clip_grad_norm=...) for the same"
-        )
+    for clip in clips_of_optimizer(optimizer):
+        if type(clip) not in _CLIPS_OF_EACH:
+            raise ConfigError(
+                f"the optimizer clips with {type(clip).__name__} (grad_clip of it, of a parameter "
+                f"group, or of an optimizer inside of it), and sees {seen}; take grad_clip out, "
+                "and use TrainStep(clip_grad_norm=...) to clip by the norm of all gradients"
+            )
+
+
+_CLIPS_OF_EACH = (paddle.nn.ClipGradByValue, paddle.nn.ClipGradByNorm)
+"""What treats each gradient by itself."""
 
 
 def keeps_parameters_at_rate_0(optimizer: Any) -> bool:

@@ -17,7 +17,7 @@ import paddle
 
 from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves
 from paddle_recompute._paddle.amp import amp_off
-from paddle_recompute._paddle.backward import set_gradients
+from paddle_recompute._paddle.backward import backward_from, set_gradients
 from paddle_recompute.contrastive._chunks import (
     Chunk,
     cut_axes,
@@ -180,7 +180,7 @@ class ChunkedEncoder:
         if heads:
             tensors, gradients = zip(*heads.values(), strict=True)
             del heads, part
-            paddle.autograd.backward(list(tensors), list(gradients))
+            backward_from(tensors, gradients)
         elif is_equal is not None:  # no gradient is left that could be made NaN
             check_repetition([(self.name, is_equal)])
 

@@ -215,7 +215,8 @@ class GradCache:
 
         Raises:
             DataError: The inputs have no rows, different numbers of rows, or need a gradient; or an
-                encoder's output does not have one row per row.
+                encoder's output does not have one row per row; or the ranks have different numbers
+                of chunks under ``offload="ranks"``.
             ConfigError: The loss is not a scalar, or does not depend on a trained parameter; it is
                 not clear which tensor `chunk_tokens` must cut, no input has tokens, or all have and
                 `chunk_size` was given, too; or the call is under
@@ -229,6 +230,8 @@ class GradCache:
         sync = sync or self.sync
         encoders = self._chunked_encoders((query, positive, *negatives))
         self.num_chunks = sum(encoder.num_chunks for encoder in encoders)
+        if sync is not None:
+            sync.agree_on_chunks(self.num_chunks)
         with one_step() as run_hooks:
             with self._synchronizing(sync, now=False):
                 loss, in_order = self._backward_of_loss(encoders, loss_scale, loss_arguments or {})

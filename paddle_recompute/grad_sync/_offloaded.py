@@ -40,6 +40,10 @@ class OffloadedGradients(Protocol):
     def parameters(self) -> Sequence[paddle.Tensor]:
         """Those parameters, in the same order on every rank."""
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether its parameters are with several ranks, which then run the forward together."""
+
     def begin(self, sender: PieceSender | None) -> None:
         """The backward that follows is the last one of a step; None: there is one rank only."""
 
@@ -71,8 +75,8 @@ def owner_of(parameter: paddle.Tensor) -> OffloadedGradients | None:
 class PieceSender:
     """Averages gradients over the ranks, a piece at a time, while the host goes on.
 
-    It has a lane, or a group of the device's backend, of its own, so that pieces and the buckets of
-    other gradients may be sent in any order beside each other.
+    It has a lane, or a group of the device's backend, so that its pieces and the buckets of other
+    gradients may be sent in any order beside each other.
     """
 
     def __init__(self, parameters: Sequence[paddle.Tensor], group: Group | None) -> None:
@@ -87,9 +91,9 @@ class PieceSender:
         self.ranks = scope.ranks
         self.scale = 1.0 / len(scope.ranks)
         """What the gradients of this rank are multiplied by before they are summed up."""
-        # No other sender has it, so that two chains need not send in the same order.
-        _num_senders[scope.ranks] += 1
-        self._name = f"offloaded parameters {_num_senders[scope.ranks]}"
+        # Of the last few senders each has its own: two chains need not send in the same order.
+        number = _num_senders[scope.ranks] = (_num_senders[scope.ranks] + 1) % _NUM_LANES
+        self._name = f"offloaded parameters {number}"
         own = group if is_gloo(group) else device_group(scope.ranks, self._name)
         self._reducer = AllReducer(own, self._name)
         self._codec = Codec("none", error_feedback=False, is_gloo=is_gloo(group))
@@ -126,6 +130,8 @@ class PieceSender:
         return reduce_numbers(numbers, "max", label, self._group, lane=self._name)
 
 
+_NUM_LANES = 4
+"""Of all senders together: a lane has a thread and a group, which stay until the process ends."""
 _num_senders: Counter[tuple[int, ...]] = Counter()
 
 

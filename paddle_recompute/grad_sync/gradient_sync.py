@@ -19,9 +19,10 @@ from paddle_recompute.distributed import (
     is_distributed,
     is_gloo,
     peers,
+    reduce_numbers,
     scope_of,
 )
-from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
+from paddle_recompute.errors import CheckpointError, ConfigError, DataError, SyncError
 from paddle_recompute.grad_sync._agreement import Agreed, StepReport, warn_of_buffers
 from paddle_recompute.grad_sync._codec import Codec, Compression
 from paddle_recompute.grad_sync._fleet import FleetReduction
@@ -222,6 +223,24 @@ class GradientSync:
         if self._reduction is not None:
             own = loss.detach().astype("float64").reshape([1]) / self.report.divisor
             self.report.losses.append(own)
+
+    def agree_on_chunks(self, num_chunks: int) -> None:
+        """Check that all ranks encode equally many chunks, where they do it together.
+
+        Raises:
+            DataError: They do not, on all ranks; parameters are offloaded to the ranks.
+        """
+        if self.mode == "none" or not any(o.is_spread for o in self._listed.offloaded.values()):
+            return
+        most, least = reduce_numbers(
+            [num_chunks, -num_chunks], "max", "the number of chunks", self.group
+        )
+        if most != -least:
+            raise DataError(
+                f"this rank has {num_chunks} chunks, and the ranks have from {-least:.0f} to "
+                f"{most:.0f}; with offload='ranks' all ranks run the encoder together, so give all "
+                "of them as many rows, and chunk_size instead of chunk_tokens"
+            )
 
     @contextlib.contextmanager
     def _offloaded_gradients(self) -> Iterator[None]:

@@ -304,7 +304,7 @@ class ChainGradients:
     def __init__(self, shards: Sequence[ShardGradients], ranks: Sequence[int] = ()) -> None:
         self._ranks = tuple(ranks)
         for shard in shards:
-            shard.are_spread = len(self._ranks) > 1
+            shard.are_spread = self.is_spread
         self._order = list(reversed(shards))
         self.on_complete = OnComplete()
         self._armed = False
@@ -312,6 +312,11 @@ class ChainGradients:
         self._expected: list[int] | None = None
         self._next = 0
         self._under_way: tuple[ShardGradients, SentPiece] | None = None
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether each shard is kept by one of several ranks."""
+        return len(self._ranks) > 1
 
     @property
     def parameters(self) -> list[paddle.Tensor]:
@@ -394,7 +399,7 @@ class ChainGradients:
 
     def _check_ranks(self, sender: PieceSender | None) -> None:
         ranks = sender.ranks if sender is not None else ()
-        if len(self._ranks) > 1 and ranks != self._ranks:
+        if self.is_spread and ranks != self._ranks:
             raise OffloadError(
                 f"the shards are owned by {len(self._ranks)} ranks (offload='ranks'), and their "
                 "gradients are not synchronized between all of them. Use TrainStep, or run the "

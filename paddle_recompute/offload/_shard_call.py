@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import paddle
 from paddle.autograd import PyLayer
 
 from paddle_recompute import _nested
-from paddle_recompute._paddle.backward import Backward, current_backward, hand_on, watch_backward
+from paddle_recompute._paddle.backward import (
+    Backward,
+    backward_from,
+    current_backward,
+    hand_on,
+    watch_backward,
+)
 from paddle_recompute.errors import OffloadError, RecomputeError
 from paddle_recompute.offload._chain import Chain
 from paddle_recompute.recompute import InputStorage, innermost
@@ -207,20 +215,52 @@ class _ShardCall:
     ) -> list[paddle.Tensor | None]:
         if self._checkpoint:
             inputs = _nested.map_leaves(
-                lambda leaf: leaf.load() if isinstance(leaf, _Waiting) else leaf, inputs
+                lambda leaf: leaf.load() if type(leaf) is _Waiting else leaf, inputs
             )
+        given = list(_nested.tensors_in(inputs))  # before the function empties a list among them
+        if self._checkpoint:
             args, kwargs = inputs
             outputs = call.repeat(args, kwargs)
         leaves = list(_nested.tensors_in(outputs))
-        pairs = [
-            (leaves[place], gradient)
-            for place, gradient in zip(self._own, gradients, strict=True)
-            if gradient is not None and not leaves[place].stop_gradient
-        ]
+        pairs: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
+        for place, gradient in zip(self._own, gradients, strict=True):
+            leaf = leaves[place]
+            if gradient is not None and not leaf.stop_gradient:
+                # The engine refuses a tensor that is given twice.
+                known = pairs.get(id(leaf))
+                pairs[id(leaf)] = leaf, gradient if known is None else known[1] + gradient
         del outputs, leaves
         if pairs:
-            paddle.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return [tensor.grad for tensor in _nested.tensors_in(inputs)]
+            tensors, of_tensors = zip(*pairs.values(), strict=True)
+            del pairs, leaf
+            with self._refusing_captured(call):
+                backward_from(tensors, of_tensors)
+        return [*map(_gradient_of, given)]
+
+    @contextlib.contextmanager
+    def _refusing_captured(self, call: Call) -> Iterator[None]:
+        """Inside, a gradient of a captured tensor raises: the engine that runs around this backward
+        may be on its way through the same graph.
+        """
+
+        def refuse(name: str, tensor: paddle.Tensor, _: paddle.Tensor) -> None:
+            error = RecomputeError(
+                f"{self._name}, which is offloaded, captures '{name}' ({_nested.describe(tensor)}),"
+                " which was computed outside of it and needs a gradient; make it an input of the "
+                "Layer, or detach() it"
+            )
+            hand_on(error)
+            raise error
+
+        hooks = [
+            tensor.register_hook(functools.partial(refuse, name, tensor))
+            for name, tensor in call.captured_with_graph()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _joined(self, of_parts: list[list[paddle.Tensor | None]]) -> list[paddle.Tensor | None]:
         if len(of_parts) == 1:
@@ -231,9 +271,8 @@ class _ShardCall:
             there = [g for g in column if g is not None]
             if not there:
                 joined.append(None)
-            elif len(there) == len(of_parts) and all(
-                g.ndim and g.shape[0] == size
-                for g, size in zip(there, self._parts.sizes, strict=True)
+            elif all(
+                g.ndim and g.shape[0] == n for g, n in zip(there, self._parts.sizes, strict=True)
             ):
                 joined.append(paddle.concat(there))
             else:
@@ -264,6 +303,15 @@ class _ShardCall:
                 f"an input of {self._name} was changed in place between its forward and its "
                 "backward, so the forward cannot be repeated; change a copy"
             )
+
+
+def _gradient_of(tensor: paddle.Tensor) -> paddle.Tensor | None:
+    """That of an input; zeros where nothing depends on it, because for None Paddle's engine (3.x)
+    ends the process.
+    """
+    if tensor.grad is None and not tensor.stop_gradient:
+        return paddle.zeros_like(tensor)
+    return tensor.grad
 
 
 class _Waiting:

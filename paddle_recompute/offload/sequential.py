@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
@@ -33,6 +34,10 @@ class OffloadSequential(paddle.nn.Sequential):
     another order, which changes the last bit. So they are for a Layer that is used three times,
     twice in one shard, and for the gradient of an output that is used three times, twice in one
     shard of another chain. A backward runs once.
+
+    The second forward has the state of the first, as in `recompute`. A tensor that a Layer stores
+    beside its output has no graph: return an auxiliary loss. A captured tensor that needs a
+    gradient is refused. Every floating-point output of a shard needs a gradient.
 
     Names, ``state_dict``, ``set_state_dict`` and checkpoints are those of the plain
     ``paddle.nn.Sequential``. ``state_dict`` returns copies in host memory. ``numpy()`` reads a
@@ -135,7 +140,7 @@ class OffloadSequential(paddle.nn.Sequential):
             outputs = _shard_call.run(
                 self._offload_chain,
                 number,
-                _Consecutive(members[part.start : part.stop]),
+                functools.partial(_one_after_the_other, members[part.start : part.stop]),
                 given,
                 storage=self._storage,
                 checkpoint=self._checkpoint,
@@ -177,17 +182,11 @@ class OffloadSequential(paddle.nn.Sequential):
             send_away(layer, away, make_slot)
 
 
-class _Consecutive:
-    """Layers that are called one after the other."""
-
-    def __init__(self, layers: list[paddle.nn.Layer]) -> None:
-        self._layers = layers
-
-    def __call__(self, *inputs: Any) -> Any:
-        outputs: Any = inputs
-        for layer in self._layers:
-            outputs = layer(*outputs) if isinstance(outputs, tuple) else layer(outputs)
-        return outputs
+def _one_after_the_other(layers: list[paddle.nn.Layer], *inputs: Any) -> Any:
+    outputs: Any = inputs
+    for layer in layers:
+        outputs = layer(*outputs) if isinstance(outputs, tuple) else layer(outputs)
+    return outputs
 
 
 def _check(num_shards: int, offload: str, num_microbatches: int, prefetch: int) -> None:

@@ -13,7 +13,7 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import (
-    clip_of_optimizer,
+    clips_of_optimizer,
     is_initialized,
     parameters_of_optimizer,
 )
@@ -109,7 +109,7 @@ class Job:
     @property
     def clips(self) -> bool:
         """Whether the update makes a copy of the gradients."""
-        return self.optimizer is not None and clip_of_optimizer(self.optimizer) is not None
+        return self.optimizer is not None and bool(clips_of_optimizer(self.optimizer))
 
     def clear_gradients(self) -> None:
         """Drop the gradients of `parameters`."""

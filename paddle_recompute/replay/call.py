@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import paddle
@@ -153,7 +153,12 @@ class Call:
         """Watch `layer`, which the first forward calls and the search did not find."""
         if self._draws is not None:
             self._draws.read_host()
-        self._reach.snapshot.add_flags(self._layers.add_called(layer))
+        self._reach.add_called(layer)
+        self._layers.add_called(layer, with_statistics=self._reach.reads_statistics)
+
+    def captured_with_graph(self) -> Iterator[tuple[str, paddle.Tensor]]:
+        """See `Reach`."""
+        return self._reach.captured_with_graph()
 
     def repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function again, with gradients enabled, as `first` ran it.

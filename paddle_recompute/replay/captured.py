@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import paddle
 
 from paddle_recompute import _nested
@@ -22,15 +24,17 @@ class Captured:
         name: The variable or attribute that holds it, or holds its list.
         owner: The only Layer that holds it, in another way than as parameter or buffer; None where
             code reads it, or several Layers.
+        with_graph: A weak reference to the tensor if it has a graph.
     """
 
-    __slots__ = ("_held", "_stamp", "_tensor", "flag", "identity", "name", "owner")
+    __slots__ = ("_held", "_stamp", "_tensor", "flag", "identity", "name", "owner", "with_graph")
 
     def __init__(self, tensor: paddle.Tensor, name: str, owner: paddle.nn.Layer | None) -> None:
         self.identity, self.flag = id(tensor), flag_of(tensor)
         self._held = hold(tensor)
         # Without its graph, but with its memory and version counter.
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.with_graph = None if tensor.is_leaf else weakref.ref(tensor)
         self._stamp = _writes.stamp(tensor)
         self.name = name
         self.owner = owner

@@ -219,13 +219,12 @@ class LayerState:
         self._stamps: list[_writes.Stamps] = []
         self._add(layers)
 
-    def add_called(self, layer: paddle.nn.Layer) -> list[paddle.nn.Layer]:
-        """Add `layer`, which the forward calls and nobody knew, with its state of now; returns the
-        Layers in it that nobody knew.
+    def add_called(self, layer: paddle.nn.Layer, *, with_statistics: bool) -> None:
+        """Add `layer`, which the forward calls and the search did not find, with its state of now;
+        `with_statistics` as for the others.
         """
-        new = [one for one in layers_below(layer) if id(one) not in self.known]
-        self._add(new)
-        return new
+        self._with_statistics |= with_statistics
+        self._add([one for one in layers_below(layer) if id(one) not in self.known])
 
     def refuse_new_layers(self, call: Any, undo: Undo) -> None:
         """In the second forward of `call`, until `undo`, raise RecomputeError if it calls a Layer

@@ -12,7 +12,8 @@ dicts and hooks; of plain objects at any depth, the attributes that the code fou
 by name (all attributes if it uses ``getattr``); Layers with their sublayers, parameters and
 attributes. The search ends after `MOST_SEARCHED` objects and skips containers of more than
 `LONGEST_SEARCHED` items, which hold data. Objects of libraries and of Python itself (locks,
-barriers, loggers) are skipped.
+barriers, loggers) are skipped. What a Layer reaches that only its call finds (an import inside the
+function, an attribute of a class, a weak reference) is added when the first forward calls it.
 
 **What the forward itself changes.** A number that it rebinds and a list or dict of data that it
 changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other object that
@@ -131,21 +132,32 @@ class Reach:
     """
 
     __slots__ = (
-        "_captured", "_tensors", "is_settled", "may_change_flags", "may_draw", "may_seed",
-        "reads_statistics", "snapshot",
+        "_captured", "_search", "_tensors", "is_settled", "may_change_flags", "may_draw",
+        "may_seed", "reads_statistics", "snapshot",
     )  # fmt: skip
 
     def __init__(self, function: Any, arguments: Any) -> None:
         search = _Search.of(function, arguments)
         self.snapshot = search.snapshot
         self.may_draw, self.may_seed = search.may_draw, search.may_seed
-        self.reads_statistics = search.is_dynamic or not search.names.isdisjoint(_TO_STATISTICS)
-        self.may_change_flags = search.is_dynamic or not search.names.isdisjoint(CHANGED_BY)
-        self._tensors = search.tensors
-        self._captured = search.tensors
+        self.reads_statistics = search.reads_statistics
+        self.may_change_flags = search.may_change_flags
+        self._tensors = self._captured = search.tensors
+        self._search: _Search | None = search
+
+    def add_called(self, layer: paddle.nn.Layer) -> None:
+        """Add what `layer` reaches, which the first forward calls and the search did not find."""
+        if (search := self._search) is None:  # a later call uses the record of an earlier one
+            self.snapshot.add_flags(layers_below(layer))
+            return
+        search._visit(layer, "")
+        search._look_up_names()
+        self.reads_statistics = search.reads_statistics
+        self.may_change_flags = search.may_change_flags
 
     def after_forward(self) -> None:
         """Accept what the first forward changed itself: see the module."""
+        self._search = None  # it holds the graphs of what it has seen
         self.is_settled = self.snapshot.after_forward() and not self.may_change_flags
         if self._tensors:
             self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
@@ -164,6 +176,15 @@ class Reach:
         for tensor in self._tensors:  # after the places: `refuse` may add a hook
             if tensor.is_released() or tensor.is_written():
                 tensor.refuse(undo)
+
+    def captured_with_graph(self) -> Iterator[tuple[str, paddle.Tensor]]:
+        """The tensors with a graph that the function reaches and that are alive, with their names
+        there; not those among its arguments.
+        """
+        for one in self._tensors:
+            tensor = one.with_graph() if one.with_graph is not None else None
+            if tensor is not None and not tensor.stop_gradient:
+                yield one.name, tensor
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -210,6 +231,16 @@ class _Search:
         search.may_draw |= bool(search._objects)
         search._look_up_names()
         return search
+
+    @property
+    def reads_statistics(self) -> bool:
+        """See `Reach`."""
+        return self.is_dynamic or not self.names.isdisjoint(_TO_STATISTICS)
+
+    @property
+    def may_change_flags(self) -> bool:
+        """See `Reach`."""
+        return self.is_dynamic or not self.names.isdisjoint(CHANGED_BY)
 
     def _visit(self, value: Any, name: str) -> None:
         """Visit `value`, which `name` holds, and its content."""

@@ -55,20 +55,23 @@ class Travel:
         group: Group | None,
     ) -> None:
         self._group = group
-        self._scope: Scope = scope_of(group)
-        owner = {
-            id(p): rank for rank, part in zip(self._scope.ranks, parts, strict=True) for p in part
-        }
+        ranks = self._scope.ranks
+        owner = {id(p): rank for rank, part in zip(ranks, parts, strict=True) for p in part}
         self._pieces = [piece for one in _segments(parameters) for piece in _pieces(one, owner)]
         self._of_lanes: list[list[Piece]] = [[] for _ in LANES]
         num_before = [0, 0]
         for piece in self._pieces:
-            parity = self._scope.ranks.index(piece[0]) % 2
+            parity = ranks.index(piece[0]) % 2
             self._of_lanes[parity + 2 * (num_before[parity] % 2)].append(piece)
             num_before[parity] += 1
         self._is_gloo = is_gloo(group)
         for name in LANES if self._is_gloo else ():
             lane_of(self._scope, name)  # made now, and not in the first step
+
+    @property
+    def _scope(self) -> Scope:
+        """With the limits of now: those of a `GradientSync` that was made later count, too."""
+        return scope_of(self._group)
 
     def begin(self, number: int, overlap: bool) -> None:
         """Give every rank what the owners have after update `number`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+import os
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ import pytest
 from paddle_recompute import ContrastiveLoss, GradCache, GradientSync, OffloadSequential, TrainStep
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.travelling import has_memory
-from paddle_recompute.errors import ConfigError, OffloadError, RecomputeError
+from paddle_recompute.errors import ConfigError, DataError, OffloadError, RecomputeError
 from tests.bits import assert_same_bits, values_of
-from tests.distributed.mortal_ranks import MortalRanks
+from tests.distributed.mortal_ranks import MortalRanks, results_of
 from tests.fake_device import selected
 from tests.offload.chains import (
     WIDTH,
@@ -300,22 +300,37 @@ def test_the_bytes_of_a_rank_follow_the_formula(ranks: str, request: pytest.Fixt
         assert peak is None or peak <= 1.02 * (4 * own + 2 * shard)
 
 
-def _made_and_dropped() -> int:
-    """How many threads the second to sixth chain add; two at a time are used in turns."""
+def _resources() -> tuple[int, int]:
+    """Threads of the system and descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def _made_and_dropped() -> list[tuple[int, int]]:
+    """`_resources` after 4 and after 8 times two chains, of which one has made a step."""
     counts = []
-    for _ in range(3):
+    for number in range(8):
         towers = [chain("ranks", encoders(), num_shards=4) for _ in range(2)]
         x = paddle.ones([2, WIDTH])
-        (towers[0](x) * towers[1](x)).sum().backward()
-        del towers
+        step = TrainStep(
+            towers[0],
+            towers[0].optimizer(adamw),
+            loss_fn=lambda model, x: model(x).square().mean(),
+        )
+        step([x])
+        with paddle.no_grad():
+            towers[1](x)
+        del towers, step
         gc.collect()
-        counts.append(threading.active_count())
-    return counts[-1] - counts[0]
+        if number % 4 == 3:
+            counts.append(_resources())
+    return counts
 
 
-def test_chains_that_are_gone_leave_no_more_threads() -> None:
-    """All chains share 4 lanes, two of which the first two have made."""
-    assert max(run_ranks(_made_and_dropped, 2)) <= 2
+def test_chains_and_steps_that_are_gone_leave_no_threads_and_descriptors() -> None:
+    """All chains share some lanes, which the first ones have made."""
+    for middle, end in run_ranks(_made_and_dropped, 2):
+        assert end[0] <= middle[0]
+        assert end[1] <= middle[1]
 
 
 def _refused() -> None:
@@ -367,3 +382,16 @@ def test_ranks_that_do_different_things_get_an_error() -> None:
         for rank in (0, 1):
             code, output = ranks.end_of(rank, within=60)
             assert code != 0 and "SyncError: the ranks are not in the same place" in output, output
+
+
+def _other_numbers_of_chunks() -> None:
+    model = OffloadSequential(encoders(), num_shards=4, offload="ranks")
+    cache = GradCache(model, ContrastiveLoss(0.1), chunk_size=2)
+    step = TrainStep(model, model.optimizer(adamw), grad_cache=cache)
+    rows = paddle.randn([4 + 2 * dist.get_rank(), WIDTH])
+    with pytest.raises(DataError, match=r"from 4 to 6; with offload='ranks'"):
+        step([(rows, rows)])
+
+
+def test_other_numbers_of_chunks_on_the_ranks_are_named() -> None:
+    results_of(_other_numbers_of_chunks)

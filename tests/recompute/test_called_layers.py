@@ -26,6 +26,21 @@ def network() -> paddle.nn.Layer:
     )
 
 
+class WarmingUp(paddle.nn.Layer):
+    """Counts in Python beside a buffer, as the decay of a moving average does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.num_calls = paddle.nn.Linear(4, 4), 0
+        self.register_buffer("mean", paddle.zeros([4]))
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self.num_calls += 1
+        decay = min(0.9, (1 + self.num_calls) / (10 + self.num_calls))
+        self.mean = decay * self.mean + (1 - decay) * x.detach().mean(0)
+        return (self.linear(x) * self.num_calls + self.mean).tanh()
+
+
 class Encoder(paddle.nn.Layer):
     """Holds its parts in a list, and is called by another name than forward."""
 
@@ -41,9 +56,22 @@ Function = Callable[[paddle.Tensor], paddle.Tensor]
 Put = Callable[[paddle.nn.Layer], None]
 
 
-def wired(wiring: str) -> tuple[paddle.nn.Layer, Function, Put]:
+class Registry:
+    """Layers in an attribute of the class."""
+
+    layers: ClassVar[dict[str, paddle.nn.Layer]] = {}
+
+
+CURRENT: contextvars.ContextVar[paddle.nn.Layer] = contextvars.ContextVar("CURRENT")
+
+
+def wired(
+    wiring: str, make: Callable[[], paddle.nn.Layer] = network
+) -> tuple[paddle.nn.Layer, Function, Put]:
     """A Layer, a function that calls it, and what puts another Layer in its place."""
-    layer = network()
+    layer = Registry.layers["a"] = make()
+    CURRENT.set(layer)
+    getter = functools.lru_cache(lambda: layer)
     module, encoder = types.ModuleType("a_module_of_a_user"), Encoder(layer)
     held, weak = collections.deque([layer]), weakref.ref(layer)
     sys.modules["a_module_of_a_user"] = module
@@ -62,11 +90,17 @@ def wired(wiring: str) -> tuple[paddle.nn.Layer, Function, Put]:
         "imported": imported,
         "deque": lambda x: held[0](x),
         "weak": lambda x: (weak() or held[0])(x),
+        "weak alone": lambda x: weak()(x),  # type: ignore[misc]
+        "registry": lambda x: Registry.layers["a"](x),
+        "context": lambda x: CURRENT.get()(x),
+        "cached getter": lambda x: getter()(x),
     }
     return layer, functions[wiring], put
 
 
 WIRINGS = ["method", "imported", "deque", "weak"]
+CALLED = ["imported", "weak alone", "registry", "context", "cached getter"]
+"""Those in which the search does not find the Layer."""
 
 
 @pytest.mark.parametrize("goes_to_eval", [False, True])
@@ -161,6 +195,33 @@ def test_an_update_before_the_backward_is_refused(wiring: str) -> None:
     layer[0].weight.set_value(paddle.zeros([4, 4]))
     with pytest.raises(RecomputeError, match="was changed between the forward and the backward"):
         y.backward()
+
+
+@pytest.mark.parametrize("wiring", CALLED)
+def test_its_numbers_count_once(wiring: str) -> None:
+    def outcome(run: Run) -> list[Any]:
+        paddle.seed(3)
+        layer, function, _ = wired(wiring, WarmingUp)
+        x, losses = leaf(6, 4), []
+        for _ in range(3):
+            losses.append(run(function, x * 2).square().sum())
+            losses[-1].backward()
+        return [x, losses, layer, layer.num_calls]
+
+    assert_as_plain(outcome)
+
+
+@pytest.mark.parametrize("wiring", CALLED)
+def test_its_attributes_are_those_of_the_first_forward(wiring: str) -> None:
+    def outcome(run: Run) -> list[Any]:
+        layer, function, _ = wired(wiring)
+        x = leaf(6, 4)
+        y = run(function, x * 2).square().sum()
+        layer[2].p = 0.9
+        y.backward()
+        return [x, layer, layer[2].p]
+
+    assert_as_plain(outcome)
 
 
 @pytest.mark.parametrize("wiring", ["deque", "method"])

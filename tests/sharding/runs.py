@@ -40,6 +40,32 @@ def make_of(name: str) -> Make:
     return lambda parameters: OPTIMIZERS[name](parameters=parameters)
 
 
+def _clipping(norm: paddle.nn.ClipGradBase) -> Make:
+    return lambda parameters: paddle.optimizer.AdamW(parameters=parameters, grad_clip=norm)
+
+
+def _clipping_a_group(parameters: list[paddle.Tensor]) -> paddle.optimizer.Optimizer:
+    group = {"params": parameters, "grad_clip": paddle.nn.ClipGradByGlobalNorm(1.0)}
+    return paddle.optimizer.AdamW(parameters=[group])
+
+
+def _clipping_inside(parameters: list[paddle.Tensor]) -> paddle.optimizer.Optimizer:
+    return paddle.incubate.LookAhead(_clipping(paddle.nn.ClipGradByGlobalNorm(1.0))(parameters))
+
+
+class _OwnClip(paddle.nn.ClipGradByGlobalNorm):
+    """One of the user's."""
+
+
+CLIPPING: dict[str, Make] = {
+    "the optimizer": _clipping(paddle.nn.ClipGradByGlobalNorm(1.0)),
+    "the user's own": _clipping(_OwnClip(1.0)),
+    "a parameter group": _clipping_a_group,
+    "the optimizer inside LookAhead": _clipping_inside,
+}
+"""Optimizers that clip by a norm over several gradients."""
+
+
 class Block(paddle.nn.Layer):
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +15,11 @@ from paddle_recompute.errors import ConfigError, SyncError
 from paddle_recompute.sharding import parts_of_ranks
 from tests.distributed.mortal_ranks import results_of
 from tests.ranks import each_on_ranks
-from tests.sharding.runs import WIDTH, Case, Net, Training, filled, make_of
+from tests.sharding.runs import CLIPPING, WIDTH, Case, Net, Training, filled, make_of
 
 
 def sharded(model: paddle.nn.Layer, make: Any = None) -> ShardedOptimizer:
     return ShardedOptimizer(make or make_of("adamw"), model)
-
-
-def clipping(parameters: list[paddle.Tensor]) -> paddle.optimizer.Optimizer:
-    clip = paddle.nn.ClipGradByGlobalNorm(1.0)
-    return paddle.optimizer.AdamW(parameters=parameters, grad_clip=clip)
 
 
 def step_of(model: paddle.nn.Layer, optimizer: Any, **options: Any) -> TrainStep:
@@ -78,7 +74,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (in_fleet_mode, "does not go with sync mode 'fleet'"),
     (lambda: sharded(GroupShardedStage3()), "OffloadSequential instead"),
     (offloaded, "is offloaded to host or disk"),
-    (lambda: sharded(Net(), clipping), r"TrainStep\(clip_grad_norm="),
+    *[
+        (functools.partial(sharded, Net(), make), r"TrainStep\(clip_grad_norm=")
+        for make in CLIPPING.values()
+    ],
     (lambda: sharded(Net(), lambda p: paddle.optimizer.LBFGS(parameters=p)), "LBFGS"),
     (lambda: sharded(Net(), lambda p: object()), "make_optimizer returned object"),
     (of_another_list, "is given: lambda parameters: AdamW"),

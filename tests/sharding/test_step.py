@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 
 import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_recompute import RecomputeConfig, ShardedOptimizer, apply_recompute
+from paddle_recompute import GradientSync, RecomputeConfig, ShardedOptimizer, apply_recompute
 from paddle_recompute.distributed import values_of_ranks
 from paddle_recompute.errors import RecomputeError, SyncError
 from paddle_recompute.planner.job import Job
 from paddle_recompute.sharding._settling import settle
-from tests.distributed.mortal_ranks import results_of
+from tests.distributed.mortal_ranks import MortalRanks, results_of
+from tests.fake_device import selected
 from tests.host_reads import counted
 from tests.ranks import each_on_ranks
 from tests.sharding.runs import WIDTH, Case, Training, make_of
@@ -33,6 +36,7 @@ def check_an_update_reads_nothing_on_the_host() -> None:
     assert len(found[1]) <= len(found[0]), found[1]
 
 
+on_cpu = pytest.mark.skipif(selected.is_selected(), reason="a device gives up by itself")
 OF_SENDS = {"reshape", "reshape2", "concat", "slice", "empty", "assign", "full", "share_data"}
 """What joins parameters before they are sent and parts them behind it."""
 
@@ -125,3 +129,23 @@ def test_an_update_that_did_not_arrive_is_not_saved() -> None:
         assert all(
             "update 2 of the ShardedOptimizer did not reach all ranks" in one for one in told
         )
+
+
+def stop_before_the_new_values() -> None:
+    """The limits are those of a `GradientSync` that is made after the optimizer."""
+    model = paddle.nn.Linear(4, 4)
+    optimizer = ShardedOptimizer(make_of("adamw"), model)
+    sync = GradientSync(model, peer_timeout=4, stall_timeout=60)
+    with sync.last_backward():
+        model(paddle.ones([2, 4])).sum().backward()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    optimizer.step()
+
+
+@on_cpu
+def test_a_rank_that_stops_before_the_new_values_is_given_up_after_peer_timeout() -> None:
+    with MortalRanks(stop_before_the_new_values) as ranks:
+        code, output = ranks.end_of(0, within=60)
+    assert code != 0 and "(peer_timeout is 4 s)" in output, output
+    assert "the parameters of update 1 from their owners" in output, output
