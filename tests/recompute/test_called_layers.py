@@ -140,7 +140,7 @@ class Counting(paddle.nn.Layer):
 CURRENT: contextvars.ContextVar[Any] = contextvars.ContextVar("current")
 
 
-class Registry:
+class OfClass:
     """Its entries are in its metaclass's storage, by name, as plugins are."""
 
     entries: ClassVar[dict[str, paddle.nn.Layer]] = {}
@@ -151,7 +151,7 @@ def found_in(where: str, layer: paddle.nn.Layer) -> Function:
     weak, module = weakref.ref(layer), types.ModuleType("a_module_of_a_user")
     sys.modules["a_module_of_a_user"], module.layer = module, layer
     CURRENT.set(layer)
-    Registry.entries["layer"] = layer
+    OfClass.entries["layer"] = layer
 
     @functools.lru_cache
     def getter() -> Any:
@@ -163,7 +163,7 @@ def found_in(where: str, layer: paddle.nn.Layer) -> Function:
         return layer(x)
 
     functions: dict[str, Function] = {
-        "in a registry": lambda x: Registry.entries["layer"](x),
+        "in a registry": lambda x: OfClass.entries["layer"](x),
         "behind a weak reference": lambda x: weak()(x),  # type: ignore[misc]
         "imported in the function": imported,
         "in a context variable": lambda x: CURRENT.get()(x),
