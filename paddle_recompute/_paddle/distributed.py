@@ -9,31 +9,76 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import paddle.distributed as dist
 from paddle.base import core, framework
-from paddle.distributed import collective
+from paddle.distributed import collective, parallel
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute._paddle.endpoint import master_endpoint
 from paddle_recompute._paddle.native_calls import native_call
-from paddle_recompute._paddle.start import gloo_group_tried_again
+from paddle_recompute._paddle.start import connected, listen_where_reached
+
+_FIRST_NUMBER = 2**19  # far from the numbers that Paddle counts up from 0
 
 
-def init_parallel_env() -> None:
-    """``dist.init_parallel_env`` that tries again where gloo does not connect, and without a list
-    of flags that nobody has modified.
+def init_parallel_env(
+    meet: Callable[[], object], agree: Callable[[int, str], str], look: Callable[[], object]
+) -> None:
+    """``dist.init_parallel_env`` that ends when another rank fails, makes its gloo group anew where
+    gloo does not connect, and shows no list of flags that nobody has modified.
+
+    Its store (``core.create_or_get_global_tcp_store``, 2.6, 3.x) waits for all ranks with the GIL
+    held, up to 15 minutes; one that counts no ranks does not wait. So that is what the function
+    returns from now on. ``parallel._new_process_group_impl`` (2.6, 3.x) makes the group. Both can
+    go when init_parallel_env takes a time limit.
 
     It writes every flag that differs from its default to ``sys.stderr`` (2.6, 3.x), and 3.x sets
     one itself as it is imported, so each rank of each run shows a block about it. Flags that the
     user has set are still shown. Can go when Paddle leaves its own out.
+
+    Args:
+        meet: Returns when all ranks are here.
+        agree: As of `start.connected`.
+        look: Raises an error where a rank will not come.
     """
+    host, _, port = master_endpoint().rpartition(":")
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def store_of(is_master: bool) -> Any:
+        return core.TCPStore(host, int(port), is_master, 0)
+
+    own = store_of(True) if rank == 0 else None
+    meet()  # a client of a store that does not listen yet waits 3 s
+    store = own or store_of(False)
+    core.create_or_get_global_tcp_store = lambda: store
+    make = parallel._new_process_group_impl
+
+    def make_of_gloo(backend: str, *args: Any, **kwargs: Any) -> Any:
+        if backend != "gloo":
+            return make(backend, *args, **kwargs)
+        listen_where_reached(host)
+        return connected(
+            range(size),
+            # A connection for each attempt: what hangs still waits on its own, and two threads mix
+            # up each other's answers.
+            lambda attempt: core.ProcessGroupGloo.create(
+                store_of(False), rank, size, attempt and _FIRST_NUMBER + attempt
+            ),
+            agree,
+            look,
+        )
+
     written = io.StringIO()
+    parallel._new_process_group_impl = make_of_gloo
     try:
-        with contextlib.redirect_stderr(written), gloo_group_tried_again(_master_endpoint):
+        with contextlib.redirect_stderr(written):
             dist.init_parallel_env()
     finally:
+        parallel._new_process_group_impl = make
         sys.stderr.write(without_own_flags(written.getvalue()))
 
 
@@ -58,7 +103,7 @@ def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:
     The connection to the launch's store is its own (``core.TCPStore``): an earlier attempt that
     hangs still waits on the one that it has, and two threads mix up each other's answers.
     """
-    host, _, port = _master_endpoint().rpartition(":")
+    host, _, port = master_endpoint().rpartition(":")
     store = core.TCPStore(host, int(port), False, 0)
     place = ranks.index(dist.get_rank())
     made = core.ProcessGroupGloo.create(store, place, len(ranks), number)
@@ -124,23 +169,6 @@ def is_from_gloo(error: BaseException) -> bool:
     file that its text begins with.
     """
     return "gloo/transport/" in str(error)
-
-
-def master_host() -> str:
-    """Name or address of the machine of rank 0, where the launch's TCP store listens."""
-    return _master_endpoint().rpartition(":")[0]
-
-
-def _master_endpoint() -> str:
-    """``HOST:PORT`` of the launch's TCP store.
-
-    What ``init_parallel_env`` (2.6, 3.x) reads; the store itself does not tell where it is.
-    """
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    endpoint = f"{address}:{port}" if address and port else os.environ.get("PADDLE_MASTER")
-    if endpoint is None:
-        endpoint = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0]
-    return endpoint
 
 
 def store_publish(key: str, value: str) -> None:

@@ -32,11 +32,10 @@ def be_rank(worker: Callable[..., Any], arguments: dict[str, Any]) -> None:
     """Join the process group, and call the worker."""
     import paddle
 
-    from paddle_recompute._paddle.distributed import init_parallel_env
-    from paddle_recompute.distributed import barrier
+    from paddle_recompute.distributed import barrier, join_process_group
 
     print_stacks_on_request()
-    init_parallel_env()
+    join_process_group()
     paddle.seed(0)
     worker(**arguments)
     barrier()  # rank 0 hosts the store: if it left first, the others would lose it
