@@ -39,7 +39,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py' -o -name '*.j2' -o -name '*.html')
 
-.PHONY: venv venv26 venv-torch venv-nlp venv-formers venv-etcd test-nlp test-formers test-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
+.PHONY: venv venv26 venv-torch venv-nlp venv-formers venv-etcd test-machines test-machines26 test-nlp test-formers test-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
 .PHONY: lint bench docs retrieval-demo venv-docs venv-release wheel-test wheel-install-test clean
 
 venv: .venv/.installed
@@ -119,8 +119,10 @@ PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-re
 # More processes than cores: a thread of OpenMP that waits should sleep, where libiomp5 spins for 200 ms.
 test test26 test-device test-device26: export KMP_BLOCKTIME := 0
 
+APART := --ignore=tests/machines
+
 test: venv
-	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
+	.venv/bin/python -m pytest $(PARALLEL) $(APART) $(ARGS)
 
 # Tests of files, words, pages and processes, in which the versions of Paddle do not differ: on 3.3
 # alone, because the whole check should take 18 minutes. make test26 SAME_ON_BOTH= runs them as well.
@@ -138,7 +140,15 @@ SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     weights/test_init_from.py test_layers.py test_nested.py test_options.py test_package.py)
 
 test26: venv26
-	.venv26/bin/python -m pytest $(PARALLEL) $(SAME_ON_BOTH) $(ARGS)
+	.venv26/bin/python -m pytest $(PARALLEL) $(APART) $(SAME_ON_BOTH) $(ARGS)
+
+# Paddle's launcher on two machines, which are network namespaces: they need root and iproute2, and are
+# skipped with the reason elsewhere. make bench-several_machines writes a record of the same cases.
+test-machines: venv
+	.venv/bin/python -m pytest tests/machines $(ARGS)
+
+test-machines26: venv26
+	.venv26/bin/python -m pytest tests/machines $(ARGS)
 
 # The rest of the long tables, of which `make test` runs a sample.
 bench-matrix: venv
@@ -199,8 +209,8 @@ lint: venv
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-# Each prints a table and writes it to benchmarks/results. sync and sync_scaling make networks of
-# slow links, for which they need root and iproute2; sync_cost_model is a library of the latter.
+# Each prints a table and writes it to benchmarks/results. sync, sync_scaling and several_machines make
+# networks of slow links, for which they need root and iproute2; sync_cost_model is a library of the latter.
 # batch_size_study takes an hour and a half, and goes on where it stopped: make bench-batch_size_study
 # *_vs_sentence_transformers make an environment with torch, .venv-torch.
 bench: venv
@@ -209,7 +219,7 @@ bench: venv
 	    case $$module in \
 	        *.sync_cost_model|*.batch_size_study) continue;; \
 	        *_vs_sentence_transformers|*.retrieval_demo|*.host|*.third_party|*.peers|*.paddle_restart) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
-	        *.sync|*.sync_scaling) [ $$(id -u) = 0 ] || { echo "=== $$module: left out, needs root"; continue; };; \
+	        *.sync|*.sync_scaling|*.several_machines) [ $$(id -u) = 0 ] || { echo "=== $$module: left out, needs root"; continue; };; \
 	    esac; \
 	    echo "=== python -m $$module"; \
 	    .venv/bin/python -m $$module || exit 1; \
@@ -221,7 +231,7 @@ bench: venv
 # bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-matrix,
 # bench26-matrix, bench-mine, bench-offload,
 # bench-paddle_restart,
-# bench-real_models, bench-recompute_cost, bench-sharding, bench-sharding_parameters, bench-sharding_runs, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
+# bench-real_models, bench-recompute_cost, bench-several_machines, bench26-several_machines, bench-sharding, bench-sharding_parameters, bench-sharding_runs, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
 # make bench26-sync_matrix
 bench-%: venv
 	.venv/bin/python -m benchmarks.$*

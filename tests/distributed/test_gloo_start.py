@@ -1,4 +1,4 @@
-"""Where gloo listens, and what two ranks say that do not reach each other (tests/machines has runs)."""
+"""Where gloo listens, and what two ranks say that do not reach each other; runs: tests/machines."""
 
 from __future__ import annotations
 

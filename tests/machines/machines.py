@@ -108,7 +108,7 @@ def fleetrun(
     of: Sequence[Sequence[str]] = ((), ()),
     options: Sequence[str] = (),
     with_host: bool = False,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     **env: str,
 ) -> list[Ended]:
     """``fleetrun ... paddle-recompute train --config run.yaml`` on every machine, one rank each.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,24 @@ def put(checkpoint: Path, machine: Machine) -> None:
     shutil.copytree(checkpoint, machine.folder / "run" / "checkpoint" / checkpoint.name)
 
 
-def said(ended: list[Ended]) -> str:
-    return "\n".join(f"==== code {one.code} after {one.seconds:.0f} s\n{one.said}" for one in ended)
+@pytest.fixture
+def shown(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Asserts how a run ended and what it said, which `benchmarks.several_machines` writes down."""
+
+    def check(ended: list[Ended], code: int, *words: tuple[int, str]) -> None:
+        """`words`: The number of a machine, and a part of a line that its launcher writes."""
+        output = "\n".join(f"==== code {one.code}\n{one.said}" for one in ended)
+        assert [one.code for one in ended] == [code] * len(ended), output
+        lines = []
+        for number, text in words:
+            found = [line.strip() for line in ended[number].said.splitlines() if text in line]
+            assert found, f"not said by machine {number}: {text}\n{output}"
+            lines.append(found[0])
+        record_property("code", code)
+        record_property("seconds", max(one.seconds for one in ended))
+        record_property("said", lines)
+
+    return check
 
 
 def assert_same_state(machine: Machine, alone: Path) -> None:
@@ -95,44 +111,57 @@ def assert_same_state(machine: Machine, alone: Path) -> None:
         assert (machine.folder / "run" / file).read_bytes() == (alone / file).read_bytes(), name
 
 
-def test_two_machines_train_what_one_does_and_name_a_slow_network(
-    machines: list[Machine], alone: Path
+def test_bits_of_one_machine_over_a_slow_network(
+    machines: list[Machine], alone: Path, shown: Callable[..., None]
 ) -> None:
     set_rate([machine.host for machine in machines], SLOW)
     ended = fleetrun(machines, **AS_IN_TESTS)
-    assert [one.code for one in ended] == [0, 0], said(ended)
-    assert "The network is the limit: a step takes " in ended[0].said
+    shown(ended, 0, (0, "The network is the limit: a step takes "))
     assert "sync.compression=bf16 sends half the bytes" in ended[0].said
     assert_same_state(machines[0], alone)
     assert not (machines[1].folder / "run" / "checkpoint").exists()
 
 
-def test_a_checkpoint_that_only_rank_0_has_is_refused_with_the_remedy(
-    machines: list[Machine], alone: Path
+def test_checkpoint_on_machine_0_only(
+    machines: list[Machine], alone: Path, shown: Callable[..., None]
 ) -> None:
     put(alone / "checkpoint" / "step-2", machines[0])
-    ended = fleetrun(machines, "train.resume=true")
-    for one in ended:
-        assert one.code != 0
-        assert (
-            "no checkpoint is on all ranks; the newest are step 2 on rank 0 (alpha), none on rank "
-            "1 (beta). Every rank reads the checkpoint: copy its folder" in one.said
-        ), said(ended)
+    text = (
+        "no checkpoint is on all ranks; the newest are step 2 on rank 0 (alpha), none on rank 1 "
+        "(beta). Every rank reads the checkpoint: copy its folder"
+    )
+    shown(fleetrun(machines, "train.resume=true"), 2, (0, text), (1, text))
 
 
-def test_copies_of_a_checkpoint_will_do_and_a_newer_one_that_a_rank_lacks_is_named(
-    machines: list[Machine], alone: Path
+def test_copied_checkpoint_and_hostnames_at_127_0_1_1(
+    machines: list[Machine], alone: Path, shown: Callable[..., None]
 ) -> None:
-    """With hostnames that lead to 127.0.1.1, as on Debian."""
+    """Machine 0 has a newer checkpoint as well."""
     for machine in machines:
         machine.name_itself("127.0.1.1")
         put(alone / "checkpoint" / "step-2", machine)
     put(alone / "checkpoint" / "step-4", machines[0])
     ended = fleetrun(machines, "train.resume=auto", with_host=True, **AS_IN_TESTS)
-    assert [one.code for one in ended] == [0, 0], said(ended)
-    assert (
-        "the newest checkpoints are step 4 on rank 0 (alpha), step 2 on rank 1 (beta); all ranks "
-        "go on from step 2" in ended[0].said
-    )
+    newest = "the newest checkpoints are step 4 on rank 0 (alpha), step 2 on rank 1 (beta)"
+    shown(ended, 0, (0, f"{newest}; all ranks go on from step 2"))
     assert "The network is the limit" not in ended[0].said
     assert_same_state(machines[0], alone)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_typo_in_an_override_on_one_machine(
+    place: int, machines: list[Machine], shown: Callable[..., None]
+) -> None:
+    """It fails before there is a process group."""
+    name, other = machines[place].name, machines[1 - place].name
+    wrong = ["train.max_step=5"]
+    ended = fleetrun(machines, of=[wrong, []] if place == 0 else [[], wrong])
+    cause = f"rank {place} on {name} failed before the first step: ConfigError: run.yaml has 1 fau"
+    shown(
+        ended,
+        2,
+        (1 - place, f"paddle-recompute: rank {1 - place} on {other}: {cause}"),
+        (place, f"paddle-recompute: rank {place} on {name}: run.yaml has 1 fault"),
+    )
+    assert "train.max_step (override train.max_step=5): received 5" in ended[1 - place].said
+    assert max(one.seconds for one in ended) < 90
