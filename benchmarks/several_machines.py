@@ -4,7 +4,7 @@ The machines are two network namespaces of one computer, each with a hostname, a
 a folder of its own; one rank on each, over gloo. "Bits of one machine": model and optimizer state
 after four steps are equal, byte for byte, to those of two ranks on one machine.
 
-    make bench-several_machines          # as root; two minutes. The cases are those of test-machines
+    make bench-several_machines          # as root; two minutes. It has the cases of test-machines
 """
 
 from __future__ import annotations
