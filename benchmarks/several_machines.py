@@ -2,7 +2,8 @@
 
 The machines are two network namespaces of one computer, each with a hostname, an ``/etc/hosts`` and
 a folder of its own; one rank on each, over gloo. "Bits of one machine": model and optimizer state
-after four steps are equal, byte for byte, to those of two ranks on one machine.
+after four steps are equal, byte for byte, to those of two ranks on one machine. Seconds count from
+the start of the launchers, on a computer with two cores that did other work too.
 
     make bench-several_machines          # as root; two minutes. It has the cases of test-machines
 """
@@ -44,7 +45,7 @@ def main() -> None:
         "several_machines",
         "Two machines",
         "make bench-several_machines",
-        [*(__doc__ or "").strip().splitlines()[2:5], "", *table(header, outcomes.rows)],
+        [*(__doc__ or "").strip().splitlines()[2:6], "", *table(header, outcomes.rows)],
     )
     print(path.read_text(encoding="utf-8"))
 

@@ -144,7 +144,6 @@ def test_copied_checkpoint_and_hostnames_at_127_0_1_1(
     ended = fleetrun(machines, "train.resume=auto", with_host=True, **AS_IN_TESTS)
     newest = "the newest checkpoints are step 4 on rank 0 (alpha), step 2 on rank 1 (beta)"
     shown(ended, 0, (0, f"{newest}; all ranks go on from step 2"))
-    assert "The network is the limit" not in ended[0].said
     assert_same_state(machines[0], alone)
 
 
