@@ -25,12 +25,10 @@ import argparse
 import itertools
 import json
 import math
-import os
 import random
 import re
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -38,8 +36,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from benchmarks._failing_starts_rank import CODES, KINDS, PLACES, Fault, run
 from benchmarks._record import table, write_record
 from paddle_recompute.distributed.control_client import START_SECONDS
 from tests.app.trainer.test_trainer import tiny, write_pairs
@@ -47,43 +45,12 @@ from tests.forked_ranks import ForkedProcess, start
 from tests.ranks import free_ports, rank_environment
 
 LIMIT = 30.0
-PLACES = (
-    "before it connects", "the configuration", "the comparison of settings", "the store", "gloo",
-    "after the group", "the data", "the model", "the first step",
-)  # fmt: skip
-KINDS = ("typo", "missing file", "ValueError", "SIGKILL", "os._exit", "sys.exit")
-CODES = {"typo": 2, "missing file": 2, "ValueError": 1, "SIGKILL": -9, "os._exit": 7, "sys.exit": 5}
 SAID = {
     "typo": "train.max_stps", "missing file": "/no/such/pairs.tsv", "ValueError": "planted in",
     "SIGKILL": "has died", "os._exit": "has died", "sys.exit": "has ended",
 }  # fmt: skip
 OVERRIDES = {"typo": "train.max_stps=3", "missing file": "data.train_file=/no/such/pairs.tsv"}
 """What the rank that fails is given, where that is the failure."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What happens to one rank.
-
-    Attributes:
-        rank: The victim.
-        kind: One of `KINDS`.
-        place: One of `PLACES`; "" where an override is the failure.
-    """
-
-    rank: int
-    kind: str
-    place: str = ""
-
-    def strike(self) -> None:
-        print(f"struck at {time.monotonic()}", flush=True)
-        if self.kind == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.kind == "os._exit":
-            os._exit(CODES[self.kind])
-        if self.kind == "sys.exit":
-            sys.exit(CODES[self.kind])
-        raise ValueError(f"planted in {self.place}")
 
 
 @dataclass
@@ -101,45 +68,6 @@ class Outcome:
     num_ranks: int
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)
-
-
-def run(arguments: list[str], fault: Fault | None) -> None:
-    """One rank; `fault` is None on those that do not fail by themselves."""
-    if fault is not None and fault.place:
-        plant(fault)
-    from paddle_recompute.app.cli import main
-
-    main(arguments)
-
-
-def plant(fault: Fault) -> None:
-    """Put the failure into the function at its place."""
-    if fault.place == PLACES[0]:
-        fault.strike()
-    from paddle.base import core
-
-    from paddle_recompute.app.cli import _on_ranks
-    from paddle_recompute.app.trainer import budget_plan, setup, trainer
-
-    class Gloo:
-        @staticmethod
-        def create(*arguments: Any) -> Any:
-            fault.strike()
-
-    def struck(*arguments: Any, **named: Any) -> Any:
-        fault.strike()
-
-    owner, name = {
-        "the configuration": (_on_ranks, "load_config"),
-        "the comparison of settings": (setup, "check_same_settings"),
-        "the store": (core, "TCPStore"),
-        "gloo": (core, "ProcessGroupGloo"),
-        "after the group": (trainer, "run_folder"),
-        "the data": (trainer, "prepare_data"),
-        "the model": (trainer, "seeded_model"),
-        "the first step": (budget_plan.PlannedSteps, "__call__"),
-    }[fault.place]
-    setattr(owner, name, Gloo if fault.place == "gloo" else struck)
 
 
 def random_fault(chance: random.Random, num_ranks: int) -> Fault:
@@ -168,8 +96,8 @@ def started(folder: Path, number: int, num_ranks: int, fault: Fault) -> Outcome:
         ranks.append(start(run, environment, log, **told))
     began, ended = time.monotonic(), dict[int, float]()
     end_machine: dict[int, float] = {}  # when its ranks get a SIGTERM
-    never_connects = fault.place == PLACES[0]
-    limit = LIMIT + (START_SECONDS if never_connects else 0.0)
+    told_to_end: set[int] = set()
+    limit = LIMIT + (START_SECONDS if may_be_unknown(fault) else 0.0)
     failed: float | None = None
     outcome = Outcome(fault, num_ranks)
     while len(ended) < num_ranks:
@@ -183,9 +111,11 @@ def started(folder: Path, number: int, num_ranks: int, fault: Fault) -> Outcome:
             failed = now
         for machine, when in end_machine.items():
             for rank, one in enumerate(ranks):
-                if _machine(rank, num_ranks) == machine and rank not in ended and now > when:
-                    one.send_signal(signal.SIGTERM if now < when + 3.0 else signal.SIGKILL)
-                    end_machine[machine] = max(when, now - 2.9) if now < when + 3.0 else when
+                if _machine(rank, num_ranks) != machine or rank in ended or now < when:
+                    continue
+                if rank not in told_to_end or now > when + 3.0:
+                    one.send_signal(signal.SIGKILL if rank in told_to_end else signal.SIGTERM)
+                told_to_end.add(rank)
         if now > (failed or began + 120) + limit:
             break
         time.sleep(0.05)
@@ -206,23 +136,30 @@ def judge(fault: Fault, codes: list[int], texts: list[str]) -> list[str]:
     """What is not as it should be."""
     wrong = []
     named = f"rank {fault.rank} on {socket.gethostname()}"
-    said = "did not connect|cannot be reached" if fault.place == PLACES[0] else SAID[fault.kind]
+    said, who = SAID[fault.kind], named
+    if may_be_unknown(fault):
+        said, who = f"{said}|did not connect|cannot be reached", f"rank {fault.rank}"
     for rank, (code, text) in enumerate(zip(codes, texts, strict=True)):
         expected = CODES[fault.kind] if rank == fault.rank else 2
         if code != expected:
             wrong.append(f"rank {rank} ends with {code}, not {expected}")
         if rank != fault.rank:
             last = text.rstrip().rpartition("\n")[2]
-            who = f"rank {fault.rank} " if fault.place == PLACES[0] else named
         else:  # its own error may have several lines
-            last, who = text[-3000:], named
+            last = text[-3000:]
             if fault.kind in ("SIGKILL", "os._exit", "sys.exit") or fault.place == PLACES[0]:
                 continue
-        if who not in last and not (fault.rank == 0 and "rank 0" in last and said in last):
+        if who not in last:
             wrong.append(f"the last line of rank {rank} does not name {who}")
         if not re.search(said, last):
             wrong.append(f"the last line of rank {rank} does not tell the cause: {said}")
     return wrong
+
+
+def may_be_unknown(fault: Fault) -> bool:
+    """Whether the rank may be gone before the others are connected, so that they only miss it."""
+    is_told = fault.kind not in ("SIGKILL", "os._exit")
+    return fault.place == PLACES[0] or (fault.place == PLACES[1] and not is_told)
 
 
 def _machine(rank: int, num_ranks: int) -> int:
@@ -275,7 +212,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parallel", type=int, default=3, help="how many starts at a time")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no start after these")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin none after these")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="failing-starts-") as folder:
@@ -305,9 +242,15 @@ def main() -> None:
          "seconds to the end of all ranks, median", "most"],
         rows,
     )  # fmt: skip
-    body += ["", f"{len(outcomes)} starts, {len(wrong)} wrong, seed {options.seed}, "
-             f"{options.parallel} at a time, {(time.monotonic() - began) / 60:.0f} minutes. Limit: "
-             f"{LIMIT:.0f} s, and {START_SECONDS:.0f} s more where the rank has never connected."]  # fmt: skip
+    minutes = (time.monotonic() - began) / 60
+    body += [
+        "",
+        f"{len(outcomes)} starts, {len(wrong)} wrong, seed {options.seed}, {options.parallel} at a "
+        f"time, {minutes:.0f} minutes. Limit: {LIMIT:.0f} s, {START_SECONDS:.0f} s more where the "
+        "rank never connects.",
+    ]
+    for one in wrong:
+        print(one.fault, *one.faults, sep="\n")
     command = f"python -m benchmarks.failing_starts --starts {options.starts} --seed {options.seed}"
     path = write_record("failing_starts", "Starts in which one rank fails", command, body)
     print(path)

@@ -101,6 +101,7 @@ def peers() -> ControlClient:
     client = connected_early() or _connect_by_store()
     client.hand_on, client.end_native_calls = hand_on, end_native_calls
     client.check_collectives = functools.partial(_check_watched, client)
+    client.end_before_paddle()
     watch_backward()
     return client
 

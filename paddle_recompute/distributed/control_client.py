@@ -142,7 +142,7 @@ class ControlClient:
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
-        atexit.register(self._at_exit)
+        self.end_before_paddle()
         # A socket that a forked child held open would hide the end of this process.
         os.register_at_fork(after_in_child=self._close)
 
@@ -315,7 +315,14 @@ class ControlClient:
         self.fail(error)
         self._say_goodbye()
         self._previous_hook(kind, error, trace)
+        if (cause := self.cause()) is not None and cause.startswith(f"rank {self.rank} on "):
+            sys.stderr.write(f"{cause}\n")  # the logs of several machines may be read as one
         self._exit_code_is_1 = not issubclass(kind, KeyboardInterrupt)
+
+    def end_before_paddle(self) -> None:
+        """Say goodbye before the exit handlers of what was imported so far."""
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
         """Tell the others, whose end lets collectives with them return, and wait for these."""
@@ -327,6 +334,8 @@ class ControlClient:
         is_safe = self.end_native_calls(_RETURN)
         if self._server is not None:
             is_safe &= self._server.wait_until_alone(_LAST)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python resets a handler at its end
         if self._exit_code_is_1 and not is_safe:
             # A rank is stopped. Were a collective with it to come back from now on, or that rank
             # to hang up, the process would end with SIGABRT. Python's exit code for an uncaught
@@ -360,9 +369,14 @@ class ControlClient:
         """
 
         def explain(number: int, frame: object) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             deadline = time.monotonic() + 2 * TICK
             while self.cause() is None and time.monotonic() < deadline:
                 time.sleep(_POLL / 2)
+            if self._socket is None:
+                self._peer_state.unreachable = self._peer_state.unreachable or (
+                    "its control server had not answered when this rank got a SIGTERM"
+                )
             if (cause := self.cause()) is not None:
                 raise self.fail(PeerError(self._complaint(cause, "the other ranks")))
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

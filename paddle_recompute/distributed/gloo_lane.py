@@ -225,12 +225,13 @@ class GlooLane:
         return sums[4 : 4 + len(job.numbers)]
 
     def _renew(self, job: Job[Result], error: BaseException) -> None:
-        _logger.info(
-            "%s: a rank is late, and gloo has given up the connection (%s); the ranks wait for it "
-            "and connect anew",
-            job.label,
-            str(error).strip().splitlines()[-1],
-        )
+        if peers().cause() is None:
+            _logger.info(
+                "%s: a rank is late, and gloo has given up the connection (%s); the ranks wait for "
+                "it and connect anew",
+                job.label,
+                str(error).strip().splitlines()[-1],
+            )
         self._broken.append(self.group)
         try:
             self.group = make_gloo_group(job.scope, self.name)
