@@ -20,8 +20,6 @@ def test_two_ranks_that_do_not_reach_each_other_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As with a firewall. Paddle alone waits 161 s and ends with gloo's traceback."""
-    for name, value in (("PADDLE_TRAINER_ID", "0"), ("PADDLE_TRAINERS_NUM", "2")):
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("PADDLE_MASTER", "127.0.0.1:1")
     refused = RuntimeError("[gloo/transport/tcp/pair.cc:784] connect: Connection refused")
 
@@ -31,7 +29,12 @@ def test_two_ranks_that_do_not_reach_each_other_are_refused(
     with (
         mock.patch.multiple(core, ProcessGroupGloo=mock.DEFAULT, TCPStore=mock.DEFAULT) as made,
         mock.patch.object(core, "create_or_get_global_tcp_store"),
-        mock.patch.object(paddle_distributed.dist, "init_parallel_env", begin),
+        mock.patch.multiple(
+            paddle_distributed.dist,
+            init_parallel_env=begin,
+            get_rank=lambda: 0,
+            get_world_size=lambda: 2,
+        ),
         mock.patch.object(start, "ATTEMPTS", 2),
         pytest.raises(SyncError, match="could not connect the ranks 0, 1 in 2 attempts") as caught,
     ):
