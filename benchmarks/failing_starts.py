@@ -166,7 +166,7 @@ def judge(fault: Fault, codes: list[int], texts: list[str]) -> list[str]:
 def may_be_unknown(fault: Fault) -> bool:
     """Whether the rank may be gone before the others are connected, so that they only miss it."""
     is_told = fault.kind not in ("SIGKILL", "os._exit")
-    return fault.place == PLACES[0] or (fault.place == PLACES[1] and not is_told)
+    return fault.place == PLACES[0] or (fault.place in PLACES[1:3] and not is_told)
 
 
 def _machine(rank: int, num_ranks: int) -> int:

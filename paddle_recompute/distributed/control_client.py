@@ -389,16 +389,19 @@ class ControlClient:
         def explain(number: int, frame: object) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._told_to_end = time.monotonic()
-            deadline = time.monotonic() + 2 * TICK
-            while self._socket and self.cause() is None and time.monotonic() < deadline:
-                time.sleep(_POLL / 2)
             if self._socket is None:
                 self._peer_state.unreachable = self._peer_state.unreachable or (
                     "its control server had not answered when this rank got a SIGTERM"
                 )
-            if (cause := self.cause()) is not None:
-                self._over.set()
-                raise self.fail(PeerError(self._complaint(cause, "the other ranks")))
+            scope, deadline = Scope(self.all_ranks, self.limits), self._told_to_end + 2 * TICK
+            while True:
+                trouble = self._peer_state.trouble(scope, 3 * TICK)
+                if trouble is not None:
+                    self._over.set()
+                    raise self.fail(PeerError(self._complaint(trouble, "the other ranks")))
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL / 2)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
