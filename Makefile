@@ -226,7 +226,7 @@ bench: venv
 	done
 
 # One of them: make bench-contrastive (peak memory and time per pair of large batches),
-# bench-control_plane, bench-failures,
+# bench-control_plane, bench-failures, bench-failing_starts,
 # bench-batch_size_study, bench-compile, bench-peers_that_die, bench-static_graph, bench26-static_graph,
 # bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-matrix,
 # bench26-matrix, bench-mine, bench-offload,

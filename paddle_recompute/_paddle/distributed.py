@@ -45,41 +45,43 @@ def init_parallel_env(
         agree: As of `start.connected`.
         look: Raises an error where a rank will not come.
     """
-    host, _, port = master_endpoint().rpartition(":")
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    def store_of(is_master: bool) -> Any:
-        return core.TCPStore(host, int(port), is_master, 0)
-
-    own = store_of(True) if rank == 0 else None
+    own = _store(is_master=True) if dist.get_rank() == 0 else None
     meet()  # a client of a store that does not listen yet waits 3 s
-    store = own or store_of(False)
+    store = own or _store()
     core.create_or_get_global_tcp_store = lambda: store
     make = parallel._new_process_group_impl
 
-    def make_of_gloo(backend: str, *args: Any, **kwargs: Any) -> Any:
-        if backend != "gloo":
-            return make(backend, *args, **kwargs)
-        listen_where_reached(host)
-        return connected(
-            range(size),
-            # A connection for each attempt: what hangs still waits on its own, and two threads mix
-            # up each other's answers.
-            lambda attempt: core.ProcessGroupGloo.create(
-                store_of(False), rank, size, attempt and _FIRST_NUMBER + attempt
-            ),
-            agree,
-            look,
-        )
+    def make_or_try_again(backend: str, *args: Any, **kwargs: Any) -> Any:
+        return gloo_of_all(agree, look) if backend == "gloo" else make(backend, *args, **kwargs)
 
     written = io.StringIO()
-    parallel._new_process_group_impl = make_of_gloo
+    parallel._new_process_group_impl = make_or_try_again
     try:
         with contextlib.redirect_stderr(written):
             dist.init_parallel_env()
     finally:
         parallel._new_process_group_impl = make
         sys.stderr.write(without_own_flags(written.getvalue()))
+
+
+def gloo_of_all(agree: Callable[[int, str], str], look: Callable[[], object]) -> Any:
+    """The process group of all ranks, of gloo; arguments as of `start.connected`."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    listen_where_reached(master_endpoint().rpartition(":")[0])
+
+    def make(attempt: int) -> Any:
+        # A store for each attempt: what hangs waits on it, and two threads mix up each other's
+        # answers.
+        number = _FIRST_NUMBER + attempt if attempt else 0
+        return core.ProcessGroupGloo.create(_store(), rank, size, number)
+
+    return connected(range(size), make, agree, look)
+
+
+def _store(*, is_master: bool = False) -> Any:
+    """A connection to the launch's store; it counts no ranks, and waits for none."""
+    host, _, port = master_endpoint().rpartition(":")
+    return core.TCPStore(host, int(port), is_master, 0)
 
 
 def without_own_flags(text: str) -> str:
@@ -103,10 +105,8 @@ def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:
     The connection to the launch's store is its own (``core.TCPStore``): an earlier attempt that
     hangs still waits on the one that it has, and two threads mix up each other's answers.
     """
-    host, _, port = master_endpoint().rpartition(":")
-    store = core.TCPStore(host, int(port), False, 0)
     place = ranks.index(dist.get_rank())
-    made = core.ProcessGroupGloo.create(store, place, len(ranks), number)
+    made = core.ProcessGroupGloo.create(_store(), place, len(ranks), number)
     return Group(place, number, list(ranks), pg=made, name=f"paddle_recompute_{number}")
 
 

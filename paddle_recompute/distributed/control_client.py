@@ -30,6 +30,7 @@ import hmac
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import selectors
@@ -60,6 +61,7 @@ _LAST = 5.0
 """Seconds that rank 0 waits at its end for the others to end. The thread of Paddle's store, which
 is in rank 0 (``LibUVMasterDaemon``, 3.x), aborts if a rank hangs up while the process is torn down.
 """
+_TOLD = 1.0  # the same, after a SIGTERM: Paddle's launcher sends a SIGKILL 3 s later
 _LAST_AT_START = 30.0
 """Seconds that a rank which fails before all are connected waits for the others to connect."""
 START_SECONDS = 120.0
@@ -130,13 +132,15 @@ class ControlClient:
         self._peer_state = PeerState(rank)
         self._heard = threading.Event()  # the control server has passed on our last words
         self._over = threading.Event()  # all ranks have ended, or our launcher wants us to
+        self._told_to_end = math.inf  # when it did
         self._has_said_goodbye = False
         self._is_failed = False
         """Whether code of this rank was told that the run has failed, so that it ends by itself."""
         self._ends_last = server is not None
         """Whether it failed first, or has the server: the others are to end before this process."""
         self._complaint_of_thread: str | None = None
-        self._exit_code_is_1 = False
+        self.exit_code: int | None = None
+        """What the process is about to end with; None: not known, or nothing is wrong."""
         self._ticks_stuck = 0
         self._server = server
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
@@ -317,7 +321,8 @@ class ControlClient:
         self._previous_hook(kind, error, trace)
         if (cause := self.cause()) is not None and cause.startswith(f"rank {self.rank} on "):
             sys.stderr.write(f"{cause}\n")  # the logs of several machines may be read as one
-        self._exit_code_is_1 = not issubclass(kind, KeyboardInterrupt)
+        if not issubclass(kind, KeyboardInterrupt):
+            self.exit_code = 1  # Python's, for an uncaught error
 
     def end_before_paddle(self) -> None:
         """Say goodbye before the exit handlers of what was imported so far."""
@@ -329,18 +334,26 @@ class ControlClient:
         if os.getpid() != self._process:
             return
         self._say_goodbye()
-        if self.cause() is not None and self._ends_last:
+        if self.cause() is not None and self._ends_last and not self._peer_state.unreachable:
             self._over.wait(_LAST if self._peer_state.are_all_connected() else _LAST_AT_START)
-        is_safe = self.end_native_calls(_RETURN)
+        is_safe = self.end_native_calls(_RETURN if self._told_to_end == math.inf else _TOLD)
         if self._server is not None:
-            is_safe &= self._server.wait_until_alone(_LAST)
+            is_safe &= self._waits_until_alone(self._server)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python resets a handler at its end
-        if self._exit_code_is_1 and not is_safe:
+        is_safe &= self._told_to_end == math.inf  # else a SIGKILL may come before Python has ended
+        if self.exit_code is not None and not is_safe:
             # A rank is stopped. Were a collective with it to come back from now on, or that rank
-            # to hang up, the process would end with SIGABRT. Python's exit code for an uncaught
-            # error is 1.
-            _exit_now()
+            # to hang up, the process would end with SIGABRT.
+            _exit_now(self.exit_code)
+
+    def _waits_until_alone(self, server: ControlServer) -> bool:
+        deadline = time.monotonic() + _LAST
+        while not server.is_alone():
+            if time.monotonic() > min(deadline, self._told_to_end + _TOLD):
+                return False
+            time.sleep(_POLL / 10)
+        return True
 
     def _say_goodbye(self) -> None:
         self._end_as_begun_if_told_to()
@@ -357,8 +370,13 @@ class ControlClient:
         Paddle's launcher ends all ranks when one has failed. Paddle's handler of SIGTERM (2.6, 3.x)
         would write a C++ traceback, as of a crash, below the error that says what was wrong.
         """
+
+        def hurry(number: int, frame: object) -> None:
+            self._told_to_end = min(self._told_to_end, time.monotonic())
+            self._over.set()
+
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: self._over.set())
+            signal.signal(signal.SIGTERM, hurry)
 
     def explain_sigterm(self) -> None:
         """From now on a SIGTERM raises a `PeerError` in the main thread if the run has failed, and
@@ -370,15 +388,20 @@ class ControlClient:
 
         def explain(number: int, frame: object) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            deadline = time.monotonic() + 2 * TICK
-            while self.cause() is None and time.monotonic() < deadline:
-                time.sleep(_POLL / 2)
+            self._told_to_end = time.monotonic()
             if self._socket is None:
                 self._peer_state.unreachable = self._peer_state.unreachable or (
                     "its control server had not answered when this rank got a SIGTERM"
                 )
-            if (cause := self.cause()) is not None:
-                raise self.fail(PeerError(self._complaint(cause, "the other ranks")))
+            scope, deadline = Scope(self.all_ranks, self.limits), self._told_to_end + 2 * TICK
+            while True:
+                trouble = self._peer_state.trouble(scope, 3 * TICK)
+                if trouble is not None:
+                    self._over.set()
+                    raise self.fail(PeerError(self._complaint(trouble, "the other ranks")))
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL / 2)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -441,7 +464,7 @@ class ControlClient:
                 f"PeerError: {complaint}. Rank {self.rank} has not noticed {self.place} for "
                 f"{self._ticks_stuck * TICK:.0f} s (peer_timeout), so its process is ended.\n"
             )
-            _exit_now()
+            _exit_now(1)
 
     def _connect(self) -> socket.socket:
         """Connect, and send what was said before; a socket that is closed if that fails."""
@@ -483,13 +506,13 @@ class ControlClient:
             self._peer_state.take(message)
 
 
-def _exit_now() -> None:
-    """End the process as after an uncaught error, without the rest of Python's shutdown."""
+def _exit_now(code: int) -> None:
+    """End the process without the rest of Python's shutdown."""
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 def _apart(where_the_ranks_are: str) -> SyncError:

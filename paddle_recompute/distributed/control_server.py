@@ -26,7 +26,6 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from asyncio import StreamReader, StreamWriter
 
 from paddle_recompute.distributed import control_wire as wire
@@ -84,14 +83,9 @@ class ControlServer:
         )
         serve.start()
 
-    def wait_until_alone(self, patience: float) -> bool:
-        """Whether no process of another rank lives; waits up to `patience` seconds for that."""
-        deadline = time.monotonic() + patience
-        while any(rank != 0 for rank in [*self._lines]):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        return True
+    def is_alone(self) -> bool:
+        """Whether no process of another rank lives."""
+        return not any(rank != 0 for rank in [*self._lines])
 
     async def _serve(self) -> None:
         # Where no descriptor is left, asyncio reports it here and accepts again a second later.

@@ -15,7 +15,7 @@ FAULTS = [
     Fault(0, "SIGKILL", "gloo"),
     Fault(1, "ValueError", "the store"),
     Fault(1, "sys.exit", "the comparison of settings"),
-    Fault(0, "os._exit", "the configuration"),
+    Fault(2, "os._exit", "the data"),
 ]
 
 

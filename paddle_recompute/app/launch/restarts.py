@@ -83,12 +83,13 @@ def errors_in_one_paragraph(debug: bool, interrupted: str) -> Iterator[None]:
             click.echo(error.traceback, err=True)
         elif debug:
             click.echo(traceback.format_exc(), err=True)
-        client = connected_early()
-        if client is not None:
+        code, of_rank = 1 if isinstance(error, RankFailedError) else 2, ""
+        if (client := connected_early()) is not None:
             client.fail(error)
-        of_rank = f"rank {client.rank} on {socket.gethostname()}: " if client is not None else ""
+            client.exit_code = code
+            of_rank = f"rank {client.rank} on {socket.gethostname()}: "
         click.echo(f"{_name()}: {of_rank}{error}", err=True)
-        sys.exit(1 if isinstance(error, RankFailedError) else 2)
+        sys.exit(code)
     except KeyboardInterrupt:
         click.echo(f"\n{_name()}: {interrupted}", err=True)
         sys.exit(130)
