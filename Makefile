@@ -39,7 +39,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py' -o -name '*.j2' -o -name '*.html')
 
-.PHONY: venv venv26 venv-torch venv-nlp venv-formers venv-etcd test-nlp test-formers test-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
+.PHONY: venv venv26 venv-torch venv-nlp venv-formers venv-etcd test-machines test-machines26 test-nlp test-formers test-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
 .PHONY: lint bench bench-list docs retrieval-demo venv-docs venv-release wheel-test wheel-install-test clean
 
 venv: .venv/.installed
@@ -119,8 +119,10 @@ PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-re
 # More processes than cores: a thread of OpenMP that waits should sleep, where libiomp5 spins for 200 ms.
 test test26 test-device test-device26: export KMP_BLOCKTIME := 0
 
+APART := --ignore=tests/machines
+
 test: venv
-	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
+	.venv/bin/python -m pytest $(PARALLEL) $(APART) $(ARGS)
 
 # Tests of files, words, pages and processes, in which the versions of Paddle do not differ: on 3.3
 # alone, because the whole check should take 18 minutes. make test26 SAME_ON_BOTH= runs them as well.
@@ -138,7 +140,15 @@ SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     weights/test_init_from.py test_layers.py test_nested.py test_options.py test_package.py)
 
 test26: venv26
-	.venv26/bin/python -m pytest $(PARALLEL) $(SAME_ON_BOTH) $(ARGS)
+	.venv26/bin/python -m pytest $(PARALLEL) $(APART) $(SAME_ON_BOTH) $(ARGS)
+
+# Paddle's launcher on two machines, which are network namespaces: they need root and iproute2, and are
+# skipped with the reason elsewhere. make bench-several_machines writes a record of the same cases.
+test-machines: venv
+	.venv/bin/python -m pytest tests/machines $(ARGS)
+
+test-machines26: venv26
+	.venv26/bin/python -m pytest tests/machines $(ARGS)
 
 # The rest of the long tables, of which `make test` runs a sample.
 bench-matrix: venv
@@ -200,7 +210,8 @@ lint: venv
 	.venv/bin/mypy
 
 # Benchmarks lie in folders by the question that they answer. Each prints a table and writes it to
-# benchmarks/results. sync makes networks of slow links, for which it needs root and iproute2.
+# benchmarks/results. sync and several_machines make networks, for which they need root
+# and iproute2.
 # *_vs_sentence_transformers make an environment with torch, .venv-torch.
 BENCHMARK_FILES := $(filter-out benchmarks/harness/%,$(wildcard benchmarks/*/[a-z]*.py))
 BENCHMARKS := $(sort correctness contrastive $(notdir $(basename $(BENCHMARK_FILES))))
@@ -208,8 +219,12 @@ BENCHMARKS := $(sort correctness contrastive $(notdir $(basename $(BENCHMARK_FIL
 module_of = $(or $(subst /,.,$(basename $(filter %/$(1).py,$(BENCHMARK_FILES)))),benchmarks.$(1))
 
 bench: venv
-	@for name in $(filter-out sync,$(BENCHMARKS)); do echo "=== $$name"; $(MAKE) bench-$$name || exit 1; done
-	@if [ $$(id -u) = 0 ]; then $(MAKE) bench-sync; else echo "=== sync: left out, needs root"; fi
+	@for name in $(BENCHMARKS); do \
+	    case $$name in \
+	        sync|several_machines) [ $$(id -u) = 0 ] || { echo "=== $$name: left out, needs root"; continue; };; \
+	    esac; \
+	    echo "=== $$name"; $(MAKE) bench-$$name || exit 1; \
+	done
 
 # One of them: make bench-recompute_cost; with Paddle 2.6: make bench26-sync_matrix. What there is:
 bench-list:

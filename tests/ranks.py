@@ -248,11 +248,10 @@ def _serve(folder: Path, rank: int) -> None:
 
     import paddle
 
-    from paddle_recompute._paddle.distributed import init_parallel_env
-    from paddle_recompute.distributed import barrier
+    from paddle_recompute.distributed import barrier, join_process_group
 
     print_stacks_on_request()
-    init_parallel_env()
+    join_process_group()
     for number in map(str.strip, (folder / f"jobs{rank}").open()):
         module, name, arguments = pickle.loads((folder / f"job{number}.pkl").read_bytes())
         # As in a new process: an earlier job may have left these otherwise.

@@ -69,7 +69,8 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
 
 def _binds(path: Path, name: str) -> bool:
     """Whether the module at `path` gives `name` a meaning of its own, besides a submodule."""
-    for node in tree_of(path).body:
+    body = tree_of(path).body
+    for node in [*body, *(inner for one in body if isinstance(one, ast.If) for inner in one.body)]:
         if isinstance(node, ast.ImportFrom) and name in {a.asname or a.name for a in node.names}:
             return True
         if getattr(node, "name", None) == name:

@@ -171,13 +171,13 @@ def plant(planted: Planted) -> None:
 
 def run(folder: str, name: str, num_ranks: int, steps: int, limit: float, fault: Fault) -> None:
     """Train, as ``paddle-recompute train`` does on each rank."""
-    from paddle_recompute._paddle.distributed import init_parallel_env
     from paddle_recompute.app.trainer import Trainer
+    from paddle_recompute.distributed import join_process_group
     from tests.app.trainer.test_trainer import tiny
     from tests.forked_ranks import print_stacks_on_request
 
     print_stacks_on_request()
-    init_parallel_env()
+    join_process_group()
     base = Path(folder)
     rank = int(os.environ["PADDLE_TRAINER_ID"])
     nobody = Fault(-1, "nowhere", "nothing", 0, 0)

@@ -201,13 +201,12 @@ def _environment(
 def _main(folder: str, rank: str) -> None:
     import paddle
 
-    from paddle_recompute._paddle.distributed import init_parallel_env
-    from paddle_recompute.distributed import barrier
+    from paddle_recompute.distributed import barrier, join_process_group
     from paddle_recompute.grad_sync import GradientSync
 
     module, name, arguments = pickle.loads((Path(folder) / "job.pkl").read_bytes())
     function = getattr(importlib.import_module(module), name)
-    init_parallel_env()
+    join_process_group()
     GradientSync(paddle.nn.Linear(1, 1))  # makes the group that all others of this process use
     if rank == "0":
         print(STARTED, flush=True)

@@ -5,22 +5,72 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import paddle.distributed as dist
 from paddle.base import core, framework
-from paddle.distributed import collective
+from paddle.distributed import collective, parallel
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute._paddle.endpoint import master_endpoint
 from paddle_recompute._paddle.native_calls import native_call
-from paddle_recompute._paddle.start import gloo_group_tried_again
+from paddle_recompute._paddle.start import connected, listen_where_reached
+
+_FIRST_NUMBER = 2**19  # far from the numbers that Paddle counts up from 0
 
 
-def init_parallel_env() -> None:
-    """``dist.init_parallel_env`` that tries again where gloo does not connect."""
-    with gloo_group_tried_again(_master_endpoint):
+def init_parallel_env(
+    meet: Callable[[], object], agree: Callable[[int, str], str], look: Callable[[], object]
+) -> None:
+    """``dist.init_parallel_env`` that ends when another rank fails, and makes its gloo group anew
+    where gloo does not connect.
+
+    Its store (``core.create_or_get_global_tcp_store``, 2.6, 3.x) waits for all ranks with the GIL
+    held, up to 15 minutes; one that counts no ranks does not wait. So that is what the function
+    returns from now on. ``parallel._new_process_group_impl`` (2.6, 3.x) makes the group. Both can
+    go when init_parallel_env takes a time limit.
+
+    Args:
+        meet: Returns when all ranks are here.
+        agree: As of `start.connected`.
+        look: Raises an error where a rank will not come.
+    """
+    own = _store(is_master=True) if dist.get_rank() == 0 else None
+    meet()  # a client of a store that does not listen yet waits 3 s
+    store = own or _store()
+    core.create_or_get_global_tcp_store = lambda: store
+    make = parallel._new_process_group_impl
+
+    def make_or_try_again(backend: str, *args: Any, **kwargs: Any) -> Any:
+        return gloo_of_all(agree, look) if backend == "gloo" else make(backend, *args, **kwargs)
+
+    parallel._new_process_group_impl = make_or_try_again
+    try:
         dist.init_parallel_env()
+    finally:
+        parallel._new_process_group_impl = make
+
+
+def gloo_of_all(agree: Callable[[int, str], str], look: Callable[[], object]) -> Any:
+    """The process group of all ranks, of gloo; arguments as of `start.connected`."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    listen_where_reached(master_endpoint().rpartition(":")[0])
+
+    def make(attempt: int) -> Any:
+        # A store for each attempt: what hangs waits on it, and two threads mix up each other's
+        # answers.
+        number = _FIRST_NUMBER + attempt if attempt else 0
+        return core.ProcessGroupGloo.create(_store(), rank, size, number)
+
+    return connected(range(size), make, agree, look)
+
+
+def _store(*, is_master: bool = False) -> Any:
+    """A connection to the launch's store; it counts no ranks, and waits for none."""
+    host, _, port = master_endpoint().rpartition(":")
+    return core.TCPStore(host, int(port), is_master, 0)
 
 
 def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:
@@ -33,10 +83,8 @@ def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:
     The connection to the launch's store is its own (``core.TCPStore``): an earlier attempt that
     hangs still waits on the one that it has, and two threads mix up each other's answers.
     """
-    host, _, port = _master_endpoint().rpartition(":")
-    store = core.TCPStore(host, int(port), False, 0)
     place = ranks.index(dist.get_rank())
-    made = core.ProcessGroupGloo.create(store, place, len(ranks), number)
+    made = core.ProcessGroupGloo.create(_store(), place, len(ranks), number)
     return Group(place, number, list(ranks), pg=made, name=f"paddle_recompute_{number}")
 
 
@@ -99,23 +147,6 @@ def is_from_gloo(error: BaseException) -> bool:
     file that its text begins with.
     """
     return "gloo/transport/" in str(error)
-
-
-def master_host() -> str:
-    """Name or address of the machine of rank 0, where the launch's TCP store listens."""
-    return _master_endpoint().rpartition(":")[0]
-
-
-def _master_endpoint() -> str:
-    """``HOST:PORT`` of the launch's TCP store.
-
-    What ``init_parallel_env`` (2.6, 3.x) reads; the store itself does not tell where it is.
-    """
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    endpoint = f"{address}:{port}" if address and port else os.environ.get("PADDLE_MASTER")
-    if endpoint is None:
-        endpoint = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0]
-    return endpoint
 
 
 def store_publish(key: str, value: str) -> None:

@@ -2,22 +2,24 @@
 
 Of three ranks or more, gloo (2.6.2, 3.3.1) fails to connect some once in 3 to 10 times ("connect:
 Connection refused"), or hangs. Those that have succeeded do not know of it. Made again under
-another number it works, so the ranks tell each other how it went, and all of them try again. Can go
-when gloo connects.
+another number it works, so the ranks tell each other how it went, and all of them try again. Two
+ranks that cannot reach each other wait 161 s in gloo, and end with its traceback. Can go when gloo
+connects.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import os
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-
-from paddle.base import core
-from paddle.distributed import parallel
 
 from paddle_recompute._paddle.native_calls import native_call
 from paddle_recompute.errors import SyncError
@@ -28,9 +30,8 @@ PATIENCE = 6.0
 fails; each one after it has 2 more.
 """
 _PATIENCE_PER_RANK = 0.05
-_GATHERING = 900.0  # seconds for all ranks to come, as Paddle's own store waits
-_FIRST_NUMBER = 2**19  # far from the numbers that Paddle counts up from 0
-_KEY = "paddle_recompute/start"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _logger = logging.getLogger("paddle_recompute")
 
 
@@ -100,62 +101,29 @@ def _fault_of(
     return "".join(faults)
 
 
-@contextlib.contextmanager
-def gloo_group_tried_again(endpoint: Callable[[], str]) -> Iterator[None]:
-    """Inside, ``dist.init_parallel_env`` makes its gloo group anew where that fails.
+def listen_where_reached(master: str) -> None:
+    """Set ``GLOO_SOCKET_IFNAME`` to the interface that leads to `master`, if gloo would listen on
+    the loopback interface otherwise.
 
-    ``parallel._new_process_group_impl`` (2.6, 3.x) is what it calls to make the group. The ranks
-    tell each other in the launch's store how it went.
+    gloo (2.6, 3.x) listens where the machine's own hostname leads. That is 127.0.1.1 on Debian,
+    where no other machine arrives.
 
     Args:
-        endpoint: Says where the launch's store listens, ``HOST:PORT``.
+        master: Name or address of the machine of rank 0. Nothing is changed if it is this machine's
+            loopback address: then there is one machine.
     """
-    make = parallel._new_process_group_impl
-
-    def tried_again(
-        backend: str, store: Any, rank: int, world_size: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        if backend != "gloo" or world_size < 3:
-            return make(backend, store, rank, world_size, *args, **kwargs)
-        host, _, port = endpoint().rpartition(":")
-        return gloo_of_all(store, rank, world_size, host, int(port))
-
-    parallel._new_process_group_impl = tried_again
-    try:
-        yield
-    finally:
-        parallel._new_process_group_impl = make
-
-
-def gloo_of_all(store: Any, rank: int, size: int, host: str, port: int) -> Any:
-    """The process group of all ranks."""
-
-    def make(attempt: int) -> Any:
-        # A connection of its own: what hangs still waits on it, and two threads mix up each
-        # other's answers.
-        own = core.TCPStore(host, port, False, 0)
-        number = _FIRST_NUMBER + attempt if attempt else 0
-        return core.ProcessGroupGloo.create(own, rank, size, number)
-
-    def agree(attempt: int, fault: str) -> str:
-        store.add(f"{_KEY}/{attempt}/failed", int(bool(fault)))
-        _gather(store, f"{_KEY}/{attempt}/ended", size)
-        failed = int(store.add(f"{_KEY}/{attempt}/failed", 0))
-        return f"on {failed} of {size} ranks; rank {rank}: {fault or 'made'}" if failed else ""
-
-    _gather(store, f"{_KEY}/here", size)
-    return connected(range(size), make, agree)
-
-
-def _gather(store: Any, key: str, size: int) -> None:
-    """Wait for all ranks."""
-    deadline = time.monotonic() + _GATHERING
-    arrived = int(store.add(key, 1))
-    while arrived < size:
-        if time.monotonic() > deadline:
-            raise SyncError(
-                f"only {arrived} of {size} ranks have started within {_GATHERING:.0f} s; the logs "
-                "of the others may say why"
-            )
-        time.sleep(0.02)
-        arrived = int(store.add(key, 0))
+    if os.environ.get(_INTERFACE):
+        return
+    with contextlib.suppress(OSError):  # the name is not known: gloo says so
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+            return
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 1))  # sends nothing: chooses the route
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex() if not own.startswith("127.") else ():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                request = struct.pack("40s", name.encode())
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
+                if socket.inet_ntoa(found) == own:
+                    os.environ[_INTERFACE] = name
+                    return

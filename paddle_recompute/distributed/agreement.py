@@ -8,7 +8,8 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute.distributed.control_client import Said, peers
+from paddle_recompute.distributed.connection import peers
+from paddle_recompute.distributed.control_client import Said
 from paddle_recompute.distributed.peer_state import Scope
 from paddle_recompute.errors import SyncError
 
@@ -27,13 +28,23 @@ def agree_on_options(
         SyncError: They are not; names the first that differs, and the ranks.
     """
     said = peers().compare("the options of GradientSync", scope, dict(options))
-    for name in options if said is not None else ():
-        values = [one.content[name] for one in said or ()]
-        if any(value != values[0] for value in values):
-            raise SyncError(
-                f"{of} with different options: {name} is "
-                f"{_by_rank(said or [], list(map(repr, values)))}. Give it the same everywhere."
-            )
+    for difference in differences(said or ()):
+        raise SyncError(f"{of} with different options: {difference}. Give it the same everywhere.")
+
+
+def differences(said: Sequence[Said]) -> list[str]:
+    """What ranks say differently, each as ``name is a on rank 0, b on rank 1``.
+
+    Args:
+        said: Values by name; those without a name that others have are "missing" there.
+    """
+    names = dict.fromkeys(name for one in said for name in one.content)
+    found = []
+    for name in names:
+        values = [repr(one.content[name]) if name in one.content else "missing" for one in said]
+        if len({*values}) > 1:
+            found.append(f"{name} is {_by_rank(said, values)}")
+    return found
 
 
 def agree_on_parameters(

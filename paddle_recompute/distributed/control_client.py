@@ -1,6 +1,6 @@
 """What a rank knows about its peers, and waiting that ends when one of them will never come.
 
-`peers()` connects this process, once, to the control server in rank 0 (`control_server`). A thread
+A `ControlClient` connects this process to the control server in rank 0 (`control_server`). A thread
 sends signs of life and records what the server says (`peer_state`). Code that waits for other ranks
 waits on a `threading.Event`, never in C++, and checks that record: `ControlClient.wait_until`.
 So a rank that waits for a dead, stopped or failed peer ends with a `PeerError` that names the peer,
@@ -13,22 +13,26 @@ are told.
 The first failure ends the run, on all ranks: from then on every wait of every rank raises an error
 with that cause, and nothing begins again. A rank that fails tells the others why before it ends:
 through `ControlClient.fail` where the library sees the error, else from `sys.excepthook` and
-`atexit`. A rank that does not come to any wait within ``peer_timeout`` after that, because it hangs
-in code of somebody else, is ended by the thread.
+`atexit`; its process ends after those of the others, for a launcher ends all ranks of a machine
+with the first. A rank that does not come to any wait within ``peer_timeout`` after that, because it
+hangs in code of somebody else, is ended by the thread.
+
+Needs no Paddle: `connect_early` connects before Paddle is imported, `connection.peers` after the
+ranks have joined Paddle's process group.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import hmac
 import itertools
 import json
 import logging
+import math
 import os
-import secrets
+import re
 import selectors
 import signal
 import socket
@@ -40,24 +44,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-import paddle.distributed as dist
-from paddle.distributed.communication.group import Group
-
-from paddle_recompute._paddle.backward import hand_on, watch_backward
-from paddle_recompute._paddle.distributed import master_host, store_await, store_publish
-from paddle_recompute._paddle.native_calls import end_native_calls, native_call
+from paddle_recompute._paddle.endpoint import master_endpoint
 from paddle_recompute.distributed import control_wire as wire
 from paddle_recompute.distributed.control_server import TICK, ControlServer
 from paddle_recompute.distributed.control_wire import Message
-from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope, where
+from paddle_recompute.distributed.peer_state import CONTROL_KEY, Limits, PeerState, Scope, where
 from paddle_recompute.errors import PeerError, SyncError
 
-CONTROL_KEY = "PADDLE_RECOMPUTE_CONTROL_KEY"
-"""The environment variable with a secret of the run, the same on all machines. Without it the key
-is what rank 0 puts into Paddle's TCP store, which tells it to whoever can connect to the store.
-"""
 _POLL = 0.1
 _MOST_CONTENTS = 8  # the message of an error has room for few
+_LONGEST_CAUSE = 4000  # characters of an error that the other ranks show
 _EXPLANATION = 5.0  # seconds to find out whose fault a failed collective is
 _PARTING = 10.0  # seconds for the server, on a busy machine, to pass on this rank's last words
 _RETURN = 5.0  # seconds for collectives to return when the process ends
@@ -65,7 +61,11 @@ _LAST = 5.0
 """Seconds that rank 0 waits at its end for the others to end. The thread of Paddle's store, which
 is in rank 0 (``LibUVMasterDaemon``, 3.x), aborts if a rank hangs up while the process is torn down.
 """
-_ADDRESS = "paddle_recompute/control_server"
+_TOLD = 1.0  # the same, after a SIGTERM: Paddle's launcher sends a SIGKILL 3 s later
+_LAST_AT_START = 30.0
+"""Seconds that a rank which fails before all are connected waits for the others to connect."""
+START_SECONDS = 120.0
+"""For all ranks to connect, from the start of their processes on."""
 Error = TypeVar("Error", bound=BaseException)
 
 
@@ -77,26 +77,6 @@ class Said:
     content: Any
 
 
-class Watched:
-    """A collective of a device that has begun; see `waiting_collectives`."""
-
-    def __init__(self, what: str, scope: Scope) -> None:
-        self.what = what
-        self.scope = scope
-        self.began = time.monotonic()
-        self.enqueued: Any = None
-        """An event behind the collective; None while the host is still putting it on the stream,
-        which can take long: at the first one the ranks connect.
-        """
-
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-        if self.enqueued is None:
-            return False
-        with native_call():
-            return bool(self.enqueued.query())
-
-
 class _Answer:
     """That of the server, when all ranks have arrived."""
 
@@ -106,37 +86,69 @@ class _Answer:
 
 
 class ControlClient:
-    """This rank's line to the others. Made by `peers`."""
+    """This rank's connection to the others.
 
-    def __init__(self, rank: int) -> None:
+    Args:
+        rank: Of this process.
+        size: How many ranks there are.
+        host: Of rank 0.
+        port: Where its control server listens.
+        key: Of the run.
+        patience: Seconds to reach it.
+        server: In rank 0.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        host: str,
+        port: int,
+        key: bytes,
+        patience: float,
+        server: ControlServer | None = None,
+    ) -> None:
         self.rank = rank
         self.limits = Limits()
         """For waits that belong to no `GradientSync`: those of the newest one."""
         self.place = "before the first step"
         """Where this rank is, for messages."""
+        self.all_ranks = tuple(range(size))
+        self.watched: set[Any] = set()
+        """Collectives of a device that have begun; `check_collectives` looks at them."""
+        self.hand_on: Callable[[BaseException], None] = lambda error: None
+        """Is given each error with which a wait ends."""
+        self.check_collectives: Callable[[], None] = lambda: None
+        """Is called by the thread in each tick."""
+        self.end_native_calls: Callable[[float], bool] = lambda patience: True
+        """Is called at the end of the process, with seconds; whether all threads are out of C++."""
+        self._server_at = (host, port, key, patience)
         self._process = os.getpid()
         self._sending = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._unsent: list[bytes] = []
         self._answers: dict[str, _Answer] = {}
         self._waits = itertools.count(1)
         self._peer_state = PeerState(rank)
         self._heard = threading.Event()  # the control server has passed on our last words
+        self._over = threading.Event()  # all ranks have ended, or our launcher wants us to
+        self._told_to_end = math.inf  # when it did
         self._has_said_goodbye = False
         self._is_failed = False
         """Whether code of this rank was told that the run has failed, so that it ends by itself."""
+        self._ends_last = server is not None
+        """Whether it failed first, or has the server: the others are to end before this process."""
         self._complaint_of_thread: str | None = None
-        self._exit_code_is_1 = False
+        self.exit_code: int | None = None
+        """What the process is about to end with; None: not known, or nothing is wrong."""
         self._ticks_stuck = 0
-        self.watched: set[Watched] = set()
-        """Collectives of a device that have begun; the thread looks whether they wait in vain."""
-        self._server: ControlServer | None = None  # in rank 0
-        watch_backward()
-        self._socket = self._connect()
+        self._server = server
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
-        atexit.register(self._at_exit)
+        self.end_before_paddle()
         # A socket that a forked child held open would hide the end of this process.
-        os.register_at_fork(after_in_child=self._socket.close)
+        os.register_at_fork(after_in_child=self._close)
 
     # ------------------------------------------------------------------------------ waiting
 
@@ -225,9 +237,9 @@ class ControlClient:
                     told = {"label": what, "place": what.partition(":")[0], "serial": serial}
                     told |= {"among": scope.among, "size": len(scope.ranks)}
                     self._send({"kind": "waits", **told})
-                error = self._trouble(scope, what, waited, serial)
+                error = self.trouble(scope, what, waited, serial)
                 if error is not None and not has_come(0.0):
-                    hand_on(self.fail(error))
+                    self.hand_on(self.fail(error))
                     raise error
         finally:
             if serial:
@@ -240,13 +252,14 @@ class ControlClient:
         Raises:
             PeerError: A rank has died, failed, fallen silent, or not come in time.
         """
-        error = self._trouble(scope, what, waited)
+        error = self.trouble(scope, what, waited)
         if error is not None:
             raise self.fail(error)
 
-    def _trouble(
+    def trouble(
         self, scope: Scope, what: str, waited: float, serial: int | None = None
     ) -> SyncError | None:
+        """Why waiting is in vain, as an error; None if it is not. Arguments as of `check`."""
         trouble = self._peer_state.trouble(scope, waited)
         if trouble is not None:
             return PeerError(self._complaint(trouble, what))
@@ -273,7 +286,7 @@ class ControlClient:
         )
 
     def _complaint(self, trouble: str, what: str) -> str:
-        if trouble.startswith(f"rank {self.rank} "):
+        if re.match(rf"rank {self.rank}\b", trouble):
             return (
                 f"{trouble}. That ended the run on all ranks, so rank {self.rank} cannot begin "
                 f"{what}; start the ranks again, from the last checkpoint. To skip a batch whose "
@@ -291,11 +304,16 @@ class ControlClient:
         else:
             self._is_failed = True
         if self._peer_state.cause() is None:
+            self._ends_last = True
             message = str(error) if isinstance(error, PeerError) else _one_line(error)
             told: Message = {"kind": "failed", "place": self.place, "message": message}
-            self._peer_state.take({**told, "rank": self.rank})
+            self._peer_state.take({**told, "rank": self.rank, "host": socket.gethostname()})
             self._send(told)
         return error
+
+    def cause(self) -> str | None:
+        """What has ended the run on all ranks, with the rank and its host; None: nothing has."""
+        return self._peer_state.cause()
 
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -303,24 +321,44 @@ class ControlClient:
         self.fail(error)
         self._say_goodbye()
         self._previous_hook(kind, error, trace)
-        self._exit_code_is_1 = not issubclass(kind, KeyboardInterrupt)
+        if (cause := self.cause()) is not None and cause.startswith(f"rank {self.rank} on "):
+            sys.stderr.write(f"{cause}\n")  # the logs of several machines may be read as one
+        if not issubclass(kind, KeyboardInterrupt):
+            self.exit_code = 1  # Python's, for an uncaught error
+
+    def end_before_paddle(self) -> None:
+        """Say goodbye before the exit handlers of what was imported so far."""
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
         """Tell the others, whose end lets collectives with them return, and wait for these."""
         if os.getpid() != self._process:
             return
         self._say_goodbye()
-        is_safe = end_native_calls(_RETURN)
+        if self.cause() is not None and self._ends_last and not self._peer_state.unreachable:
+            self._over.wait(_LAST if self._peer_state.are_all_connected() else _LAST_AT_START)
+        is_safe = self.end_native_calls(_RETURN if self._told_to_end == math.inf else _TOLD)
         if self._server is not None:
-            is_safe &= self._server.wait_until_alone(_LAST)
-        if self._exit_code_is_1 and not is_safe:
+            is_safe &= self._waits_until_alone(self._server)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python resets a handler at its end
+        is_safe &= self._told_to_end == math.inf  # else a SIGKILL may come before Python has ended
+        if self.exit_code is not None and not is_safe:
             # A rank is stopped. Were a collective with it to come back from now on, or that rank
-            # to hang up, the process would end with SIGABRT. Python's exit code for an uncaught
-            # error is 1.
-            _exit_now()
+            # to hang up, the process would end with SIGABRT.
+            _exit_now(self.exit_code)
+
+    def _waits_until_alone(self, server: ControlServer) -> bool:
+        deadline = time.monotonic() + _LAST
+        while not server.is_alone():
+            if time.monotonic() > min(deadline, self._told_to_end + _TOLD):
+                return False
+            time.sleep(_POLL / 10)
+        return True
 
     def _say_goodbye(self) -> None:
-        _end_quietly_if_told_to()
+        self._end_as_begun_if_told_to()
         if os.getpid() != self._process or self._has_said_goodbye:
             return
         self._has_said_goodbye = self._is_failed = True
@@ -328,23 +366,75 @@ class ControlClient:
         if self.rank == 0:  # the server lives here: let it pass this on before the process ends
             self._heard.wait(_PARTING)
 
+    def _end_as_begun_if_told_to(self) -> None:
+        """From now on a SIGTERM changes neither the exit code nor the last words of this process.
+
+        Paddle's launcher ends all ranks when one has failed. Paddle's handler of SIGTERM (2.6, 3.x)
+        would write a C++ traceback, as of a crash, below the error that says what was wrong.
+        """
+
+        def hurry(number: int, frame: object) -> None:
+            self._told_to_end = min(self._told_to_end, time.monotonic())
+            self._over.set()
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, hurry)
+
+    def explain_sigterm(self) -> None:
+        """From now on a SIGTERM raises a `PeerError` in the main thread if the run has failed, and
+        ends the process if not.
+
+        Paddle's launcher (2.6, 3.x) sends it to the ranks of a machine of which one has failed.
+        Paddle replaces the handler as it is imported, so this is called before and after.
+        """
+
+        def explain(number: int, frame: object) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._told_to_end = time.monotonic()
+            if self._socket is None:
+                self._peer_state.unreachable = self._peer_state.unreachable or (
+                    "its control server had not answered when this rank got a SIGTERM"
+                )
+            scope, deadline = Scope(self.all_ranks, self.limits), self._told_to_end + 2 * TICK
+            while True:
+                trouble = self._peer_state.trouble(scope, 3 * TICK)
+                if trouble is not None:
+                    self._over.set()
+                    raise self.fail(PeerError(self._complaint(trouble, "the other ranks")))
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL / 2)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, explain)
+
     def _send(self, message: Message) -> None:
         # The listener notes a closed connection when it has read all that the server said before:
         # it may have said why.
         with contextlib.suppress(OSError), self._sending:
-            self._socket.sendall(wire.encode(message))
+            if self._socket is None:
+                self._unsent.append(wire.encode(message))
+            else:
+                self._socket.sendall(wire.encode(message))
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
 
     # ----------------------------------------------------------------------------- listening
 
     def _listen(self) -> None:
         """Send signs of life and note what the control server says, until the process ends."""
+        line = self._connect()
         news = selectors.DefaultSelector()
-        news.register(self._socket, selectors.EVENT_READ)
         reader, last_sign = wire.Reader(), time.monotonic()
         try:
+            news.register(line, selectors.EVENT_READ)
             while True:
                 if news.select(TICK):
-                    data = self._socket.recv(1 << 16)
+                    data = line.recv(1 << 16)
                     if not data:
                         raise ConnectionError("no more data")
                     self._peer_state.server_quiet = 0
@@ -355,23 +445,14 @@ class ControlClient:
                 if time.monotonic() - last_sign >= TICK:
                     last_sign = time.monotonic()
                     with contextlib.suppress(OSError), self._sending:
-                        self._socket.sendall(wire.SIGN_OF_LIFE)
-                    self._check_watched()
+                        line.sendall(wire.SIGN_OF_LIFE)
+                    self.check_collectives()
                     self._end_if_stuck()
         except (OSError, wire.ProtocolError) as error:
             self._peer_state.lost = str(error)
         while True:
             time.sleep(TICK)
             self._end_if_stuck()
-
-    def _check_watched(self) -> None:
-        for one in [*self.watched]:
-            if one.is_over():
-                self.watched.discard(one)
-                continue
-            error = self._trouble(one.scope, one.what, time.monotonic() - one.began)
-            if error is not None:
-                self.fail(error)
 
     def _end_if_stuck(self) -> None:
         """End the process some time after the run has failed, if its own code has not noticed."""
@@ -385,40 +466,33 @@ class ControlClient:
                 f"PeerError: {complaint}. Rank {self.rank} has not noticed {self.place} for "
                 f"{self._ticks_stuck * TICK:.0f} s (peer_timeout), so its process is ended.\n"
             )
-            _exit_now()
+            _exit_now(1)
 
     def _connect(self) -> socket.socket:
-        host = master_host()
-        if self.rank == 0:
-            token = secrets.token_hex(32)
-            self._server = ControlServer(host, _key(token), dist.get_world_size())
-            store_publish(_ADDRESS, json.dumps([self._server.port, token]))
-        patience = self.limits.stall_timeout
-        try:
-            told = store_await(_ADDRESS, patience)
-        except RuntimeError as error:  # the store's
-            raise PeerError(f"rank 0 cannot be reached, it may have died: {error}") from error
-        if told is None:
-            raise PeerError(
-                f"rank 0 did not come within {patience:.0f} s to where rank {self.rank} waits for "
-                "it; every rank of a run must call GradientSync, barrier or the like, rank 0 too"
-            )
-        port, token = json.loads(told)
-        patience = self.limits.peer_timeout
-        deadline, pause = time.monotonic() + patience, 0.1
+        """Connect, and send what was said before; a socket that is closed if that fails."""
+        host, port, key, patience = self._server_at
+        deadline, pause = time.monotonic() + patience, 0.05
         while True:
             try:
-                return wire.connected(host, port, self.rank, _key(token), patience)
+                line = wire.connected(host, port, self.rank, key, self.limits.peer_timeout)
+                break
             except OSError as error:
-                # Strangers may crowd at the door.
-                if time.monotonic() > deadline:
-                    raise PeerError(
-                        f"rank 0 cannot be reached: the control server at {host}:{port} did not "
-                        f"let this rank in within {patience:.0f} s ({error}). If {CONTROL_KEY} is "
-                        "set, it must be the same on all machines"
-                    ) from error
-            time.sleep(pause)
-            pause = min(2 * pause, 2.0)
+                why = f"the control server at {host}:{port} "
+                if isinstance(error, wire.KeyRefusedError):
+                    why += f"has another key; {CONTROL_KEY} must be the same on all machines"
+                elif time.monotonic() > deadline:
+                    why += f"did not accept this rank within {patience:.0f} s ({error})"
+                else:
+                    time.sleep(pause)
+                    pause = min(2 * pause, 1.0)
+                    continue
+                self._peer_state.unreachable = why
+                return socket.socket()
+        with self._sending:
+            self._socket = line
+            with contextlib.suppress(OSError):
+                line.sendall(b"".join(self._unsent))
+        return line
 
     def _hear(self, message: Message) -> None:
         kind = message["kind"]
@@ -428,32 +502,19 @@ class ControlClient:
             answer.here.set()
         elif kind == "heard":
             self._heard.set()
+        elif kind == "over":
+            self._over.set()
         else:
             self._peer_state.take(message)
 
 
-def _exit_now() -> None:
-    """End the process as after an uncaught error, without the rest of Python's shutdown."""
+def _exit_now(code: int) -> None:
+    """End the process without the rest of Python's shutdown."""
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(1)
-
-
-def _end_quietly_if_told_to() -> None:
-    """From now on a SIGTERM ends this process without a word.
-
-    Paddle's launcher ends all ranks when one has failed. Paddle's handler of SIGTERM (2.6, 3.x)
-    would write a C++ traceback, as of a crash, below the error that says what was wrong.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # for Python, it is
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _key(token: str) -> bytes:
-    return hmac.digest(os.environ.get(CONTROL_KEY, "").encode(), token.encode(), "sha256")
+    os._exit(code)
 
 
 def _apart(where_the_ranks_are: str) -> SyncError:
@@ -464,33 +525,50 @@ def _apart(where_the_ranks_are: str) -> SyncError:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    name = type(error).__name__
+    return f"{name}: {' '.join(str(error).split())[:_LONGEST_CAUSE]}" if str(error) else name
 
 
-@functools.cache
-def peers() -> ControlClient:
-    """This process's line to the other ranks; connects at the first call, for which rank 0 must
-    call it too.
+def key_of(token: str) -> bytes:
+    """The key of a run that `token` tells from others."""
+    return hmac.digest(os.environ.get(CONTROL_KEY, "").encode(), token.encode(), "sha256")
+
+
+_early: list[ControlClient] = []
+
+
+def connected_early() -> ControlClient | None:
+    """What `connect_early` has made; None: it was not called, or this is no rank of several."""
+    return _early[0] if _early else None
+
+
+def connect_early(patience: float = START_SECONDS) -> ControlClient | None:
+    """Connect this process to the other ranks before Paddle's process group exists.
+
+    Rank 0 listens where Paddle's store will listen, until all ranks have connected; so no other
+    address has to be known. The ranks connect in a thread, and this returns at once. From then on
+    an error of any rank ends all of them.
+
+    Args:
+        patience: Seconds for all ranks to connect.
+
+    Returns:
+        The connection, one for this process; None if this process is no rank of several.
     """
-    return ControlClient(dist.get_rank())
-
-
-def is_distributed(group: Group | None = None) -> bool:
-    """Whether there is somebody to talk to: a group is set up and has more than one rank."""
-    return bool(dist.is_initialized()) and int(dist.get_world_size(group)) > 1
-
-
-def scope_of(group: Group | None) -> Scope:
-    """The ranks of `group` (None: all), as those who wait for each other."""
-    return Scope(_ranks_of(group), peers().limits)
-
-
-@functools.cache
-def _ranks_of(group: Group | None) -> tuple[int, ...]:
-    return tuple(range(dist.get_world_size()) if group is None else group.ranks)
-
-
-@functools.cache
-def is_gloo(group: Group | None = None) -> bool:
-    """Whether the collectives of `group` are gloo's, on the host."""
-    return str(dist.get_backend(group)).lower() == "gloo"
+    rank, size = (os.environ.get(f"PADDLE_TRAINER{name}", "") for name in ("_ID", "S_NUM"))
+    if not _early and rank.isdigit() and size.isdigit() and int(size) > 1:
+        endpoint = master_endpoint()
+        host, _, port = endpoint.rpartition(":")
+        key = key_of(f"{endpoint}/{os.environ.get('PADDLE_TRAINER_ENDPOINTS')}")
+        server = None
+        if rank == "0":
+            try:
+                server = ControlServer(host, key, int(size), port=int(port), patience=patience)
+            except OSError as error:
+                raise PeerError(
+                    f"rank 0 cannot listen at {endpoint} ({error.strerror}): another process may "
+                    "use the port, as a run that has not ended; choose another one"
+                ) from error
+        _early.append(ControlClient(int(rank), int(size), host, int(port), key, patience, server))
+        _early[0].explain_sigterm()
+    return _early[0] if _early else None

@@ -14,10 +14,10 @@ stopped, or whose machine is cut off, keeps its connection and falls silent: the
 own ticks since it last heard of each rank, so that a server that was itself stopped accuses nobody.
 A tick costs one byte from and to each rank.
 
-Trust: the server listens on the address that the ranks use, loopback where they do. What strangers
-can do there is bounded: they have 5 s to send `control_wire.HELLO_BYTES`, nothing of it is parsed
-before it is compared, and of more than `MOST_STRANGERS` the first one is closed. A rank that does
-not keep to the protocol is closed, and counts as dead.
+Trust: the server listens on the address that the ranks use, loopback where they do, and no longer
+when all ranks have connected. A connection has `HELLO_SECONDS` to send `control_wire.HELLO_BYTES`;
+nothing of it is parsed before it is compared. Whoever does not keep to the protocol is closed; a
+rank that does not counts as dead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from asyncio import StreamReader, StreamWriter
 
 from paddle_recompute.distributed import control_wire as wire
@@ -36,54 +35,62 @@ from paddle_recompute.distributed.control_wire import Message
 TICK = 1.0
 """Seconds between two signs of life."""
 HELLO_SECONDS = 5.0
-MOST_STRANGERS = 256
-"""Connections that have not said who they are."""
+_KEY_TICKS = 5
+"""Ticks that a rank has to connect with the right key after a connection in its name had another.
+"""
 _LONGEST_BACKLOG = 2**26
 """Bytes that a rank has not read. Beyond it, the rank counts as dead."""
 _MOST_SILENT = 16
 
 
 class ControlServer:
-    """Listens from its creation on, until the process ends.
+    """Listens from its creation on, until all ranks have connected.
 
     Args:
         host: The name under which the ranks reach this process.
         key: Known to the ranks alone.
         num_ranks: How many there are.
+        port: Where to listen; 0: any port.
+        patience: Seconds for all ranks to connect; None: no limit.
     """
 
-    def __init__(self, host: str, key: bytes, num_ranks: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        key: bytes,
+        num_ranks: int,
+        *,
+        port: int = 0,
+        patience: float | None = None,
+    ) -> None:
         self._key = key
         self._num_ranks = num_ranks
+        self._ticks_to_connect = patience and patience / TICK
         self._lines: dict[int, StreamWriter] = {}
+        self._hosts: dict[int, str] = {}  # of all ranks that have ever connected
         self._quiet: dict[int, int] = {}  # ticks, by rank
-        self._strangers: dict[StreamWriter, None] = {}
+        self._refused: dict[int, tuple[int, str]] = {}  # ticks since, and host
         self._cause: list[Message] = []  # the first failure or death: it ends the run
         self._left: dict[int, str] = {}  # in good order, and where
         self._untold: dict[int, str] = {}
         self._said_silent = False
         self._meetings = Meetings(self._tell)
         self._waits = Waits(self._tell)
-        self._listening = _listen(host)
+        self._listening = _listen(host, port)
         self.port = int(self._listening.getsockname()[1])
         serve = threading.Thread(
             target=lambda: asyncio.run(self._serve()), name="control server", daemon=True
         )
         serve.start()
 
-    def wait_until_alone(self, patience: float) -> bool:
-        """Whether no process of another rank lives; waits up to `patience` seconds for that."""
-        deadline = time.monotonic() + patience
-        while any(rank != 0 for rank in [*self._lines]):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        return True
+    def is_alone(self) -> bool:
+        """Whether no process of another rank lives."""
+        return not any(rank != 0 for rank in [*self._lines])
 
     async def _serve(self) -> None:
         # Where no descriptor is left, asyncio reports it here and accepts again a second later.
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        await asyncio.start_server(
+        self._door = await asyncio.start_server(
             self._answer, sock=self._listening, limit=wire.LONGEST_MESSAGE, backlog=1024
         )
         while True:
@@ -105,29 +112,31 @@ class ControlServer:
         except (OSError, EOFError, ValueError, asyncio.TimeoutError, wire.ProtocolError):
             pass
         finally:
-            self._strangers.pop(writer, None)
             if rank is not None:
                 self._note_end(rank)
             writer.close()
 
     async def _authenticate(self, reader: StreamReader, writer: StreamWriter) -> int | None:
-        """The rank that has connected; None if it is a stranger, or is here already."""
-        if len(self._strangers) >= MOST_STRANGERS:
-            first = next(iter(self._strangers))
-            self._strangers.pop(first)
-            first.transport.abort()
-        self._strangers[writer] = None
+        """The rank that has connected; None if it is none that is missing."""
         challenge = wire.new_challenge()
         writer.write(challenge)
-        said = await reader.readexactly(wire.HELLO_BYTES)
-        rank = wire.authenticated_rank(said, challenge, self._key)
-        if rank is None or rank >= self._num_ranks or rank in self._lines:
+        hello = wire.read_hello(await reader.readexactly(wire.HELLO_BYTES), challenge, self._key)
+        rank = hello.rank
+        if rank >= self._num_ranks or rank in self._lines:
             return None
-        self._strangers.pop(writer, None)
-        self._lines[rank], self._quiet[rank] = writer, 0
-        writer.write(wire.welcome(said, challenge, self._key))
+        if not hello.has_key:
+            writer.write(wire.REFUSED)
+            self._refused.setdefault(rank, (0, hello.host))
+            return None
+        self._lines[rank], self._quiet[rank], self._hosts[rank] = writer, 0, hello.host
+        self._refused.pop(rank, None)
+        writer.write(wire.ACCEPTED)
         for message in [*self._cause, *_ends(self._left)]:
             self._tell(rank, message)
+        if len(self._hosts) == self._num_ranks:
+            self._door.close()
+            hosts = {str(one): host for one, host in self._hosts.items()}
+            self._tell_all({"kind": "hosts", "hosts": hosts})
         return rank
 
     def _take(self, rank: int, message: Message) -> None:
@@ -145,18 +154,28 @@ class ControlServer:
                 if rank == 0:  # the server ends with it
                     self._tell_ends()
                 self._tell(rank, {"kind": "heard"})
+                self._tell_if_over()
 
     def _end_run(self, cause: Message) -> None:
         """Tell all ranks, once, what ends the run; whatever fails later is a consequence."""
         if not self._cause:
-            self._cause = [cause]
-            self._tell_all(cause)
+            self._cause = [{**cause, "host": self._hosts.get(cause["rank"], cause.get("host", ""))}]
+            self._tell_all(self._cause[0])
+
+    def _tell_if_over(self) -> None:
+        """Tell those who wait for it that all ranks know of the failure, and end."""
+        came = self._left.keys() | self._hosts.keys() | self._refused.keys()
+        ended = self._left.keys() | (came - self._lines.keys())
+        expected = len(came) if self._ticks_to_connect == 0 else self._num_ranks
+        if self._cause and len(ended) == expected:
+            self._tell_all({"kind": "over"})
 
     def _note_end(self, rank: int) -> None:
         del self._lines[rank], self._quiet[rank]
         self._waits.end(rank)
         if rank not in self._left:
             self._end_run({"kind": "gone", "rank": rank, "place": ""})
+        self._tell_if_over()
 
     def _tell_ends(self) -> None:
         for message in _ends(self._untold) if not self._cause else ():
@@ -166,6 +185,7 @@ class ControlServer:
     def _tick(self) -> None:
         self._waits.tick()
         self._tell_ends()
+        self._check_missing()
         silent = {}
         for rank in self._quiet:
             self._quiet[rank] += 1
@@ -177,6 +197,19 @@ class ControlServer:
         self._said_silent = bool(silent)
         for writer in [*self._lines.values()]:
             self._send(writer, wire.SIGN_OF_LIFE)
+
+    def _check_missing(self) -> None:
+        """End the run if a rank has another key, or if ranks do not connect in time."""
+        for rank, (ticks, host) in [*self._refused.items()]:
+            self._refused[rank] = (ticks + 1, host)
+            if ticks == _KEY_TICKS:
+                self._end_run({"kind": "refused", "rank": rank, "place": "", "host": host})
+        if self._ticks_to_connect and len(self._hosts) < self._num_ranks:
+            self._ticks_to_connect -= 1
+            if self._ticks_to_connect <= 0:
+                self._ticks_to_connect = 0
+                rank = min({*range(self._num_ranks)} - self._hosts.keys())
+                self._end_run({"kind": "absent", "rank": rank, "place": ""})
 
     def _tell_all(self, message: Message) -> None:
         data = wire.encode(message)
@@ -199,11 +232,11 @@ def _ends(places: dict[int, str]) -> list[Message]:
     return [{"kind": "left", "places": told}] if told else []
 
 
-def _listen(host: str) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     """Listen where `host` leads; where that is no address of this machine, as behind a NAT, on
     all of them.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.suppress(OSError):
-        return socket.create_server((host, 0), family=family, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+        return socket.create_server((host, port), family=family, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)

@@ -1,9 +1,9 @@
 """What travels on the control connection: the handshake, signs of life, messages.
 
-Whoever connects gets a challenge, and has to answer it with 64 bytes: its rank, a challenge of its
-own, and an HMAC-SHA256 of all of them under the key of the run. They are compared before anything
-is parsed, and the key does not travel. The server answers the rank's challenge in the same way, so
-that no rank talks to a stranger who has taken the port.
+Whoever connects gets a challenge, and answers it with `HELLO_BYTES`: its rank, its host, and an
+HMAC-SHA256 of both and the challenge under the key of the run. They are compared before anything
+is parsed, and the key does not travel. The server answers with one byte: `ACCEPTED`, or `REFUSED`
+to a rank with another key, and closes the connection.
 
 Afterwards a message is a line of JSON, and a sign of life is an empty line.
 """
@@ -15,6 +15,7 @@ import json
 import secrets
 import socket
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
@@ -23,9 +24,9 @@ SIGN_OF_LIFE = b"\n"
 LONGEST_MESSAGE = 2**24
 """Bytes. The longest are lists of parameters, where the ranks' lists differ."""
 CHALLENGE_BYTES = 32
-_HELLO = struct.Struct(">Q24s32s")
+ACCEPTED, REFUSED = b"+", b"-"
+_HELLO = struct.Struct(">Q64s32s")
 HELLO_BYTES = _HELLO.size
-PROOF_BYTES = 32
 _FIELDS: dict[str, dict[str, type]] = {
     "arrive": {"channel": str, "size": int, "label": str, "most": int},
     "waits": {"among": str, "size": int, "serial": int, "place": str, "label": str},
@@ -40,44 +41,57 @@ class ProtocolError(Exception):
     """The other side does not keep to the protocol; its connection is to be closed."""
 
 
+class KeyRefusedError(ConnectionError):
+    """The server has another key."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a connection says of itself.
+
+    Attributes:
+        rank: Its number; any, until `has_key`.
+        host: The name of its machine.
+        has_key: Whether it has proved that it knows the key.
+    """
+
+    rank: int
+    host: str
+    has_key: bool
+
+
 def new_challenge() -> bytes:
     """What a server sends to whoever connects."""
     return secrets.token_bytes(CHALLENGE_BYTES)
 
 
-def hello(rank: int, challenge: bytes, key: bytes) -> bytes:
+def hello(rank: int, challenge: bytes, key: bytes, host: str = "") -> bytes:
     """A rank's answer to `challenge`."""
-    own = secrets.token_bytes(24)
-    return _HELLO.pack(rank, own, _proof(key, b"rank", challenge, own, rank))
+    name = host.encode()[:64].ljust(64, b"\0")
+    return _HELLO.pack(rank, name, _proof(key, challenge, name, rank))
 
 
-def authenticated_rank(said: bytes, challenge: bytes, key: bytes) -> int | None:
-    """The rank that has said hello; None if it does not have the key. Constant time."""
-    rank, own, proof = _HELLO.unpack(said)
-    return rank if hmac.compare_digest(proof, _proof(key, b"rank", challenge, own, rank)) else None
-
-
-def welcome(said: bytes, challenge: bytes, key: bytes) -> bytes:
-    """The server's proof, for a rank that has said hello, that it has the key too."""
-    rank, own, _ = _HELLO.unpack(said)
-    return _proof(key, b"server", challenge, own, rank)
+def read_hello(said: bytes, challenge: bytes, key: bytes) -> Hello:
+    """What `said` tells, of `HELLO_BYTES`. Compares in constant time."""
+    rank, name, proof = _HELLO.unpack(said)
+    has_key = hmac.compare_digest(proof, _proof(key, challenge, name, rank))
+    return Hello(rank, name.rstrip(b"\0").decode(errors="replace"), has_key)
 
 
 def connected(host: str, port: int, rank: int, key: bytes, timeout: float) -> socket.socket:
-    """A connection to the control server, on which both sides have shown that they have `key`.
+    """A connection to the control server that has accepted this rank.
 
     Raises:
-        OSError: There is none, or the other side does not have the key.
+        KeyRefusedError: The server has another key.
+        OSError: There is no server, or it does not accept this rank.
     """
     line = socket.create_connection((host, port), timeout=timeout)
     try:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         challenge = _received(line, CHALLENGE_BYTES)
-        said = hello(rank, challenge, key)
-        line.sendall(said)
-        proof = _received(line, PROOF_BYTES)
-        if not hmac.compare_digest(proof, welcome(said, challenge, key)):
-            raise ConnectionError("who listens there does not have the key of this run")
+        line.sendall(hello(rank, challenge, key, socket.gethostname()))
+        if _received(line, 1) != ACCEPTED:
+            raise KeyRefusedError("it has another key")
     except OSError:
         line.close()
         raise
@@ -94,8 +108,8 @@ def _received(line: socket.socket, size: int) -> bytes:
     return data
 
 
-def _proof(key: bytes, side: bytes, challenge: bytes, own: bytes, rank: int) -> bytes:
-    return hmac.digest(key, b"/".join([side, challenge, own, str(rank).encode()]), "sha256")
+def _proof(key: bytes, challenge: bytes, name: bytes, rank: int) -> bytes:
+    return hmac.digest(key, b"/".join([challenge, name, str(rank).encode()]), "sha256")
 
 
 def encode(message: Message) -> bytes:

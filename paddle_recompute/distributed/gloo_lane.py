@@ -32,7 +32,7 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute._paddle.backward import hand_on
 from paddle_recompute._paddle.distributed import all_reduce_numbers, is_from_gloo
 from paddle_recompute._paddle.native_calls import native_call
-from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.connection import peers
 from paddle_recompute.distributed.groups import make_gloo_group
 from paddle_recompute.distributed.peer_state import Scope
 from paddle_recompute.errors import PeerError, SyncError
@@ -225,12 +225,13 @@ class GlooLane:
         return sums[4 : 4 + len(job.numbers)]
 
     def _renew(self, job: Job[Result], error: BaseException) -> None:
-        _logger.info(
-            "%s: a rank is late, and gloo has given up the connection (%s); the ranks wait for it "
-            "and connect anew",
-            job.label,
-            str(error).strip().splitlines()[-1],
-        )
+        if peers().cause() is None:
+            _logger.info(
+                "%s: a rank is late, and gloo has given up the connection (%s); the ranks wait for "
+                "it and connect anew",
+                job.label,
+                str(error).strip().splitlines()[-1],
+            )
         self._broken.append(self.group)
         try:
             self.group = make_gloo_group(job.scope, self.name)

@@ -16,7 +16,7 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle import distributed as paddle_distributed
 from paddle_recompute._paddle.start import connected
-from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.connection import peers
 from paddle_recompute.distributed.peer_state import Scope
 
 _num_made: dict[tuple[tuple[int, ...], str], int] = {}

@@ -16,7 +16,7 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.device import HostNumbers
 from paddle_recompute._paddle.distributed import all_reduce_numbers
-from paddle_recompute.distributed.control_client import is_gloo, peers, scope_of
+from paddle_recompute.distributed.connection import is_gloo, peers, scope_of
 from paddle_recompute.distributed.gloo_lane import MAIN_LANE, MOST_SUMMED, Job, lane_of
 from paddle_recompute.distributed.groups import device_group
 from paddle_recompute.distributed.waiting_collectives import watched_on_device

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from paddle_recompute.distributed.control_server import TICK
 from paddle_recompute.distributed.control_wire import Message
 
+CONTROL_KEY = "PADDLE_RECOMPUTE_CONTROL_KEY"
+"""The environment variable with a secret of the run, the same on all machines."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -47,17 +50,20 @@ class PeerState:
     Attributes:
         rank: This rank.
         lost: Why there is no connection to the control server any more; None while there is one.
+        unreachable: Why there never was one.
         server_quiet: Ticks of this process since it last heard of the control server.
     """
 
     rank: int
     lost: str | None = None
+    unreachable: str | None = None
     server_quiet: int = 0
     _cause: Message | None = None
     _silent: dict[int, float] = field(default_factory=dict)
     _waiting: dict[str, frozenset[int]] = field(default_factory=dict)
     _apart: tuple[int, str] | None = None
     _left: dict[int, str] = field(default_factory=dict)
+    _hosts: dict[str, str] = field(default_factory=dict)
 
     def take(self, message: Message) -> None:
         """Note what the control server says, or that this rank has failed."""
@@ -70,17 +76,30 @@ class PeerState:
                 self._apart = (message["serial"], where(message["apart"]))
         elif kind == "left":
             for rank, place in message["places"].items():
-                self._left.setdefault(int(rank), f"rank {rank} has ended {place}".rstrip())
-        else:  # failed, or gone
+                self._left.setdefault(int(rank), f"has ended {place}".rstrip())
+        elif kind == "hosts":
+            self._hosts = message["hosts"]
+        else:  # failed, gone, refused or absent
             self._cause = self._cause or message
+
+    def are_all_connected(self) -> bool:
+        """Whether all ranks have connected."""
+        return bool(self._hosts)
+
+    def named(self, rank: int) -> str:
+        """``rank 1 on HOST``, where the host is known."""
+        host = self._hosts.get(str(rank))
+        return f"rank {rank} on {host}" if host else f"rank {rank}"
 
     def cause(self) -> str | None:
         """What has ended the run on all ranks: the first that failed or died; None: nothing has."""
         if self._cause is not None:
             return _described(self._cause)
+        if self.unreachable is not None:
+            return f"rank 0 cannot be reached: {self.unreachable}"
         if self.lost is not None and 0 not in self._left:
             return (
-                "rank 0, through which the ranks know of each other, has died (its connection was "
+                f"{self.named(0)}, through which the ranks know of each other, has died (it "
                 f"closed: {self.lost}): killed, crashed or out of memory; its log may say more"
             )
         return None
@@ -109,7 +128,7 @@ class PeerState:
             return cause
         if waited > 2 * TICK or patience is not None:
             for rank in sorted({0, *scope.ranks} & self._left.keys()):
-                return f"{self._left[rank]}; its log may say why"
+                return f"{self.named(rank)} {self._left[rank]}; its log may say why"
         return self._silence(scope, patience) or self._lateness(scope, waited)
 
     def _silence(self, scope: Scope, patience: float | None) -> str | None:
@@ -120,8 +139,8 @@ class PeerState:
             silent = self._silent.get(rank, 0.0) if rank else of_server
             if silent > limit:
                 return (
-                    f"rank {rank} has shown no sign of life for {silent:.0f} s{setting}: it is "
-                    "stopped, or its machine cannot be reached"
+                    f"{self.named(rank)} has shown no sign of life for {silent:.0f} s{setting}: it "
+                    "is stopped, or its machine cannot be reached"
                 )
         return None
 
@@ -131,9 +150,10 @@ class PeerState:
         # As far as the control server knows; it tells who else waits.
         others = {*scope.ranks} - {self.rank}
         missing = others - self._waiting.get(scope.among, frozenset()) or others
+        hosts = ", ".join(sorted({self._hosts[str(rank)] for rank in missing if self._hosts}))
         return (
-            f"rank {', '.join(map(str, sorted(missing)))} did not come within {waited:.0f} s "
-            "(stall_timeout) although it shows signs of life"
+            f"rank {', '.join(map(str, sorted(missing)))}{hosts and f' on {hosts}'} did not come "
+            f"within {waited:.0f} s (stall_timeout) although it shows signs of life"
         )
 
 
@@ -145,10 +165,20 @@ def where(groups: list[Message]) -> str:
 
 
 def _described(end: Message) -> str:
-    rank = end["rank"]
-    if end["kind"] == "gone":
+    rank, host, kind = end["rank"], end.get("host"), end["kind"]
+    named = f"rank {rank} on {host}" if host else f"rank {rank}"
+    if kind == "gone":
         return (
-            f"rank {rank} has died (its connection was closed): killed, crashed or out of memory; "
+            f"{named} has died (its connection was closed): killed, crashed or out of memory; "
             "its log may say more"
         )
-    return f"rank {rank} failed {end['place']}: {str(end['message']).rstrip('.')}"
+    if kind == "refused":
+        return (
+            f"{named} has another key than rank 0; {CONTROL_KEY} must be the same on all machines"
+        )
+    if kind == "absent":
+        return (
+            f"{named} did not connect in time: its process was not started or has died before; "
+            "its log may say why"
+        )
+    return f"{named} failed {end['place']}: {str(end['message']).rstrip('.')}"

@@ -19,7 +19,7 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute._paddle.layers import saved_buffers
 from paddle_recompute.distributed import stop_request
 from paddle_recompute.distributed.agreement import first_that_differs
-from paddle_recompute.distributed.control_client import is_distributed, is_gloo, peers, scope_of
+from paddle_recompute.distributed.connection import is_distributed, is_gloo, peers, scope_of
 from paddle_recompute.distributed.gloo_lane import MAIN_LANE, lane_of
 from paddle_recompute.distributed.numbers import reduce_numbers
 from paddle_recompute.distributed.peer_state import Scope

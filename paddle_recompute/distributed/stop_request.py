@@ -12,7 +12,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from paddle_recompute.distributed.control_client import is_distributed
+from paddle_recompute.distributed.connection import is_distributed
 from paddle_recompute.distributed.numbers import reduce_numbers
 
 _NUMBERS = {signal.SIGTERM: 2.0**26, signal.SIGINT: 1.0}

@@ -3,7 +3,7 @@
 A collective of a device is put on a stream and the host goes on, until it reads a tensor that the
 collective has to make: then it waits inside the driver, where nothing can reach it. So the thread
 that hears of the other ranks looks at the collectives that have begun. Where one of them waits in
-vain, the run has failed, which ends a process that does not notice (`control_client`).
+vain, the run has failed, which ends a process that does not notice (`connection`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator
 
 from paddle_recompute._paddle import device
-from paddle_recompute.distributed.control_client import Watched, peers
+from paddle_recompute.distributed.connection import Watched, peers
 from paddle_recompute.distributed.peer_state import Scope
 
 

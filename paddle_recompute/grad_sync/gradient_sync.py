@@ -84,8 +84,8 @@ class GradientSync:
                 the Layer later takes part from then on, and what has ``stop_gradient`` and no
                 gradient is left alone. All ranks have to do the same in the same step.
             mode: ``"overlap"``, ``"fused"``, ``"fleet"``, or ``"auto"``, which picks ``"overlap"``,
-                because the backward then hides the communication; see `mode` and `reason`
-                afterwards. ``"fleet"`` takes no compression and no sizes of buffers.
+                because that sends buckets during the backward; see `mode` and `reason` afterwards.
+                ``"fleet"`` takes no compression and no sizes of buffers.
             bucket_bytes: Size of the buffers.
             first_bucket_bytes: Size of the first of them; small, so that sending starts early.
             compression: ``"bf16"`` sends half the bytes; the mean is rounded to 8 bits of mantissa.
@@ -405,7 +405,7 @@ def _choose(mode: str, group: Group | None) -> tuple[str, str]:
             return "none", f"this rank, {dist.get_rank()}, is not in the group of the ranks {ranks}"
         return "none", f"there is one rank only in the group, {ranks}"
     if mode == "auto":
-        return "overlap", "the backward hides the communication"
+        return "overlap", "buckets are sent during the backward"
     return mode, "as configured"
 
 

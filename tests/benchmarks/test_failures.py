@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from benchmarks.faults.failures import Fault, campaign, judge
 from tests.fake_device import selected
 
-CAUSE = "PeerError: rank 1 failed in step 3: ValueError: planted in the update. Rank 0 waited"
+HOST = socket.gethostname()
+CAUSE = f"PeerError: rank 1 on {HOST} failed in step 3: ValueError: planted in the update. Rank 0"
 FAULT = Fault(1, "the update", "ValueError", 3, 0)
 
 
@@ -31,7 +33,7 @@ def test_all_ranks_end_with_the_cause_and_the_run_goes_on_with_the_same_bits(
         ([0, 1], [CAUSE, "ValueError: planted in the update"], ["rank 0 ends with 0, not 1"]),
         (
             [1, 1],
-            ["PeerError: rank 1 has died", "ValueError: planted in the update"],
+            [f"PeerError: rank 1 on {HOST} has died", "ValueError: planted in the update"],
             ["rank 0 does not tell the first cause"],
         ),
         ([1, 1], [CAUSE, "KeyError: 1"], ["rank 1 does not tell its error"]),

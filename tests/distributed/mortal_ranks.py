@@ -32,11 +32,10 @@ def be_rank(worker: Callable[..., Any], arguments: dict[str, Any]) -> None:
     """Join the process group, and call the worker."""
     import paddle
 
-    from paddle_recompute._paddle.distributed import init_parallel_env
-    from paddle_recompute.distributed import barrier
+    from paddle_recompute.distributed import barrier, join_process_group
 
     print_stacks_on_request()
-    init_parallel_env()
+    join_process_group()
     paddle.seed(0)
     worker(**arguments)
     barrier()  # rank 0 hosts the store: if it left first, the others would lose it
@@ -117,6 +116,9 @@ class MortalRanks:
             if time.monotonic() > deadline:
                 pytest.fail(f"rank {rank} did not say {says!r}:\n{self.output(rank)}")
             time.sleep(0.02)
+
+    def is_alive(self, rank: int) -> bool:
+        return self._processes[rank].poll() is None
 
     def send(self, rank: int, signal_number: signal.Signals) -> None:
         self._processes[rank].send_signal(signal_number)

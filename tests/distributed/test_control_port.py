@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
@@ -18,7 +17,7 @@ from paddle_recompute.distributed.control_server import ControlServer
 from tests.distributed.simulated import KEY, SimulatedRank
 from tests.fuzz import budget
 
-RANKS = 4
+RANKS = 8
 
 
 class Port:
@@ -146,18 +145,6 @@ def test_a_slow_hello_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
     port.ours.end()
 
 
-def test_a_crowd_of_strangers_does_not_keep_a_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_server, "MOST_STRANGERS", 8)
-    port = Port()
-    crowd = [port.stranger() for _ in range(40)]
-    port.assert_alive()
-    rank = SimulatedRank(port.server, 3)
-    assert rank.is_in
-    assert len(port.server._strangers) <= 8
-    for line in [*crowd, rank.socket, port.ours.socket]:
-        line.close()
-
-
 def test_a_hello_is_good_for_one_challenge(port: Port) -> None:
     """What somebody has overheard lets nobody in."""
     first, second = port.stranger(), port.stranger()
@@ -179,18 +166,39 @@ def test_who_is_no_missing_rank_is_shown_the_door(port: Port, rank: int, key: by
     port.assert_alive()
 
 
-def test_a_rank_talks_to_nobody_who_has_taken_the_port() -> None:
-    false = socket.create_server(("127.0.0.1", 0))
+def test_a_rank_with_another_key_ends_the_run_unless_one_with_the_right_key_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_server, "_KEY_TICKS", 1)
+    port = Port()
+    with pytest.raises(wire.KeyRefusedError):
+        wire.connected("127.0.0.1", port.server.port, 1, b"guessed", 10.0)
+    right = SimulatedRank(port.server, 1)
+    assert port.ours.hear(within=4.0) == {}, "rank 1 came"
+    with pytest.raises(wire.KeyRefusedError):
+        wire.connected("127.0.0.1", port.server.port, 2, b"guessed", 10.0)
+    told = port.ours.hear()
+    assert (told["kind"], told["rank"], told["host"]) == ("refused", 2, socket.gethostname())
+    right.end()
+    port.ours.end()
 
-    def answer() -> None:
-        line, _ = false.accept()
-        line.sendall(bytes(wire.CHALLENGE_BYTES))
-        line.recv(wire.HELLO_BYTES)
-        line.sendall(bytes(wire.PROOF_BYTES))
 
-    threading.Thread(target=answer, daemon=True).start()
-    with pytest.raises(ConnectionError, match="does not have the key of this run"):
-        wire.connected("127.0.0.1", false.getsockname()[1], 1, KEY, 10.0)
+def test_nobody_can_connect_when_all_ranks_have() -> None:
+    server = ControlServer("127.0.0.1", KEY, 2)
+    ranks = [SimulatedRank(server, rank) for rank in range(2)]
+    assert [rank.hear()["kind"] for rank in ranks] == ["hosts"] * 2
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    for rank in ranks:
+        rank.end()
+
+
+def test_ranks_that_do_not_connect_in_time_end_the_run() -> None:
+    server = ControlServer("127.0.0.1", KEY, 3, patience=2.0)
+    rank = SimulatedRank(server, 0)
+    told = rank.hear()
+    assert (told["kind"], told["rank"]) == ("absent", 1)
+    rank.end()
 
 
 def test_the_server_listens_where_its_host_leads_and_nowhere_else() -> None:

@@ -36,7 +36,7 @@ def test_no_more_different_things_are_listed_than_wanted(clients: list[Simulated
 
 def test_the_first_failure_is_told_and_no_other(clients: list[SimulatedRank]) -> None:
     clients[1].say(kind="failed", place="in step 3", message="why")
-    told = {"kind": "failed", "rank": 1, "place": "in step 3", "message": "why"}
+    told = {"kind": "failed", "rank": 1, "place": "in step 3", "message": "why", "host": ""}
     assert [client.hear() for client in clients] == [told] * 3
     clients[2].say(kind="failed", place="in step 3", message="because of rank 1")
     clients[1].end()
@@ -83,7 +83,7 @@ def test_an_end_is_announced_also_to_those_who_come_later(
     clients[1].say(kind="left", place="after step 9")
     assert clients[0].hear() == {"kind": "left", "places": {"1": "after step 9"}}
     clients[2].end()
-    assert clients[0].hear() == {"kind": "gone", "rank": 2, "place": ""}
+    assert clients[0].hear() == {"kind": "gone", "rank": 2, "place": "", "host": ""}
     late = SimulatedRank(server, 7)
     assert [late.hear()["kind"], late.hear()["kind"]] == ["gone", "left"]
 

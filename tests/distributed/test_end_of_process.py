@@ -11,7 +11,7 @@ from pathlib import Path
 import paddle
 import paddle.distributed as dist
 
-from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.connection import peers
 from paddle_recompute.distributed.gloo_lane import lane_of
 from paddle_recompute.distributed.ranks import scope_of
 from tests.distributed.mortal_ranks import MortalRanks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ from paddle_recompute.distributed import barrier, broadcast_from_rank0, mean_ove
 from paddle_recompute.errors import SyncError
 from tests.distributed.mortal_ranks import MortalRanks, results_of
 
+HOST = socket.gethostname()
 FAILING_STEP = 3
 
 
@@ -65,9 +67,9 @@ def test_nobody_goes_on_after_a_failed_step(place: str) -> None:
     # Rank 0 has made the update of the step in which rank 1 failed after the synchronization.
     assert first["done"] in {"the forward": [2], "the update": [2, 3]}[place]
     for message in [*first["messages"], *second["messages"][1:]]:
-        assert message.startswith("rank 1 failed in step 3: ValueError: planted") or (
+        assert message.startswith(f"rank 1 on {HOST} failed in step 3: ValueError: planted") or (
             place == "the update"
-            and message.startswith("rank 1 failed after step 3: ValueError: planted")
+            and message.startswith(f"rank 1 on {HOST} failed after step 3: ValueError: planted")
         ), message
     assert len(first["messages"]) >= 12 and max(first["seconds"], second["seconds"]) < 30
 
@@ -89,7 +91,7 @@ def test_a_rank_that_hangs_ends_too() -> None:
     with MortalRanks(hang) as ranks:
         ends = [ranks.end_of(rank, within=60) for rank in range(2)]
     assert [code for code, _ in ends] == [1, 1]
-    cause = "rank 1 did not come within 4 s (stall_timeout)"
+    cause = f"rank 1 on {HOST} did not come within 4 s (stall_timeout)"
     assert f"PeerError: {cause}" in ends[0][1]
-    assert f"PeerError: rank 0 failed in step 3: {cause}" in ends[1][1]
+    assert f"PeerError: rank 0 on {HOST} failed in step 3: {cause}" in ends[1][1]
     assert "Rank 1 has not noticed in step 3 for 5 s (peer_timeout)" in ends[1][1]

@@ -6,6 +6,7 @@ import atexit
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from paddle_recompute import ContrastiveLoss
 from paddle_recompute.distributed import barrier, mean_over_ranks
 from paddle_recompute.grad_sync import GradientSync
 from tests.distributed.mortal_ranks import MortalRanks
+from tests.distributed.test_end_of_process import SlowEnd
 
 # A sign of life is given every second; whatever else runs on the machine may hold some up.
 PEER_TIMEOUT = 4.0
@@ -105,12 +107,10 @@ def end_early() -> None:
 
 
 def fail_and_linger() -> None:
-    """Rank 1 fails, and its process lives for two seconds more; rank 0 says when it goes on."""
-    if dist.get_rank() == 1:
-        atexit.register(time.sleep, 2)  # after the library's own, which is registered later
-    atexit.register(lambda: print(f"at {time.monotonic()}", flush=True))
+    """Rank 1 fails, and its process lives for two seconds more."""
     barrier()
     if dist.get_rank() == 1:
+        paddle.slow_end = SlowEnd(2.0)
         raise ValueError("a file is missing")
     barrier()
 
@@ -164,16 +164,16 @@ DEATHS = {
     "ended": Death(1, worker=end_early),
 }
 MESSAGES = {
-    "killed": r"rank 1 has died .* Rank 0 waited in step \d+ for",
-    "rank 0 killed": r"rank 0, .* has died .* Rank 1 waited in step \d+ for",
-    "stopped": r"rank 1 has shown no sign of life for \d s .* Rank 0 waited in step \d+ for",
-    "rank 0 stopped": r"rank 0 has shown no sign of life for \d s .* Rank 1 waited in step \d+",
-    "killed in a loss": r"rank 1 has died .* for the (gather|sum of gradients) of",
-    "rank 0 killed in a backward": r"rank 0, .* has died .* Rank 1 waited .* for mean_over_ranks",
-    "failed": r"rank 1 failed in step 3: ValueError: a label is out of range. Rank 0 waited in",
-    "rank 0 failed between steps": r"rank 0 failed before the first step: ValueError: a file is "
-    r"missing. Rank 1 waited before the first step for barrier\(\)",
-    "ended": "rank 1 has ended before the first step; .* Rank 0 waited .* for barrier",
+    "killed": r"rank 1 on \S+ has died .* Rank 0 waited in step \d+ for",
+    "rank 0 killed": r"rank 0 on \S+, .* has died .* Rank 1 waited in step \d+ for",
+    "stopped": r"rank 1 on \S+ has shown no sign of life .* Rank 0 waited in step \d+ for",
+    "rank 0 stopped": r"rank 0 on \S+ has shown no sign of life .* Rank 1 waited in step \d+",
+    "killed in a loss": r"rank 1 on \S+ has died .* for the (gather|sum of gradients) of",
+    "rank 0 killed in a backward": r"rank 0 on \S+, .* has died .* Rank 1 waited .* for mean_over",
+    "failed": r"rank 1 on \S+ failed in step 3: ValueError: a label is out of .* Rank 0 waited",
+    "rank 0 failed between steps": r"rank 0 on \S+ failed before the first step: ValueError: a "
+    r"file is missing. Rank 1 waited before the first step for barrier\(\)",
+    "ended": r"rank 1 on \S+ has ended before the first step; .* Rank 0 waited .* for barrier",
 }
 
 
@@ -197,15 +197,15 @@ def test_the_other_rank_ends_in_error_and_names_the_rank_and_the_step(
 def test_rank_0_that_fails_ends_after_the_others() -> None:
     """Paddle's store is in it, and aborts when a rank hangs up while the process is torn down."""
     with MortalRanks(fail_and_linger) as ranks:
-        (code, output), (_, other) = ranks.end_of(0, within=90), ranks.end_of(1, within=1)
+        ranks.end_of(1, within=90)
+        assert ranks.is_alive(0)
+        code, output = ranks.end_of(0, within=30)
     assert code == 1, output
-    assert "PeerError: rank 1 failed" in output
-    ends = [float(re.findall(r"^at (.+)$", text, re.MULTILINE)[0]) for text in (output, other)]
-    assert ends[0] > ends[1] + 1.5
+    assert f"PeerError: rank 1 on {socket.gethostname()} failed" in output
 
 
 def test_a_failed_rank_that_is_told_to_end_shows_its_error_alone() -> None:
     with MortalRanks(fail_and_be_told_to_end) as ranks:
         code, output = ranks.end_of(0, within=90)
-    assert code == -signal.SIGTERM
+    assert code == 1, "its own"
     assert output.rstrip().endswith("ValueError: a file is missing")

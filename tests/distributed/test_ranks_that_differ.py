@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from paddle_recompute.errors import PeerError, SyncError
 from paddle_recompute.grad_sync import GradientSync
 from tests.distributed.mortal_ranks import results_of
 from tests.ranks import each_on_ranks
+
+HOST = socket.gethostname()
 
 
 def message_of(kind: type[SyncError], call: Callable[[], Any]) -> str:
@@ -147,7 +150,7 @@ test_on_two_ranks = each_on_ranks(
 def test_a_rank_that_fails_alone_fails_the_others() -> None:
     first, second = results_of(sparse_on_one_rank)
     assert "the gradient of 'weight' is sparse (SelectedRows)" in second
-    assert first.startswith("rank 1 failed in step 1: SyncError: the gradient of")
+    assert first.startswith(f"rank 1 on {HOST} failed in step 1: SyncError: the gradient of")
 
 
 def test_ranks_that_wait_in_different_places_are_told() -> None:
@@ -158,5 +161,6 @@ def test_ranks_that_wait_in_different_places_are_told() -> None:
 
 def test_a_rank_that_comes_after_the_limit_ends_too() -> None:
     first, second = results_of(too_late)
-    assert "rank 0 did not come within 2 s (stall_timeout)" in second
-    assert first.startswith("rank 1 failed in step 2: rank 0 did not come within")
+    assert f"rank 0 on {HOST} did not come within 2 s (stall_timeout)" in second
+    late = f"rank 0 on {HOST} did not come within"
+    assert first.startswith(f"rank 1 on {HOST} failed in step 2: {late}")

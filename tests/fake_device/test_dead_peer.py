@@ -16,4 +16,6 @@ def test_the_other_rank_does_not_wait_for_ever_inside_the_device() -> None:
         code, output = ranks.end_of(0, within=60)
     assert code == 1
     message = output.rpartition("PeerError: ")[2]
-    assert re.match(r"rank 1 has died .* for the (gather|sum of gradients) of", message), output
+    assert re.match(r"rank 1 on \S+ has died .* for the (gather|sum of gradients) of", message), (
+        output
+    )

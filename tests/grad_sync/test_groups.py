@@ -14,7 +14,7 @@ import pytest
 
 from paddle_recompute._paddle import distributed as paddle_distributed
 from paddle_recompute._paddle import start
-from paddle_recompute.distributed import mean_over_ranks
+from paddle_recompute.distributed import mean_over_ranks, values_of_ranks
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync import GradientSync
 from tests.ranks import run_ranks
@@ -78,7 +78,7 @@ def check_a_start_that_fails_is_tried_again() -> None:
     """The group of all ranks: the first attempt fails on rank 1, the second hangs on rank 2."""
     from paddle.base import core
 
-    from paddle_recompute._paddle.distributed import _master_endpoint
+    from paddle_recompute._paddle.distributed import gloo_of_all
 
     rank, calls = dist.get_rank(), []
 
@@ -92,16 +92,17 @@ def check_a_start_that_fails_is_tried_again() -> None:
                 threading.Event().wait(60)
             return create(store, place, size, number)
 
+    def agree(attempt: int, fault: str) -> str:
+        said = values_of_ranks(fault, f"attempt {attempt}")
+        return "; ".join(said) if any(said) else ""
+
     create = core.ProcessGroupGloo.create
-    host, _, port = _master_endpoint().rpartition(":")
     with (
         mock.patch.object(core, "ProcessGroupGloo", Failing),
         mock.patch.object(start, "PATIENCE", 2.0),
-        mock.patch.object(start, "_KEY", "tests/start"),
         mock.patch.object(start._logger, "warning") as warned,
     ):
-        store = core.create_or_get_global_tcp_store()
-        made = start.gloo_of_all(store, rank, 3, host, int(port))
+        made = gloo_of_all(agree, lambda: None)
     group = dist.communication.group.Group(rank, 77, [0, 1, 2], pg=made)
     number = paddle.to_tensor([rank + 1.0])
     dist.all_reduce(number, group=group)

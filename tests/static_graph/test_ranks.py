@@ -326,4 +326,6 @@ def test_the_other_rank_ends_in_error_and_names_the_rank(cached: bool) -> None:
     )
     death = killed.happen()
     assert death.code == 1
-    assert re.match(r"rank 1 has died .* Rank 0 waited .* for ", death.message), death.message
+    assert re.match(r"rank 1 on \S+ has died .* Rank 0 waited .* for ", death.message), (
+        death.message
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import click
 
@@ -13,12 +14,21 @@ from paddle_recompute.app.cli._init import init
 from paddle_recompute.app.cli._memory import estimate, plan
 from paddle_recompute.app.cli._on_ranks import doctor, parity, train
 from paddle_recompute.app.cli._report import report
+from paddle_recompute.app.launch import is_launched, prepare_rank
+from paddle_recompute.distributed import connect_early
 
 __all__ = ["main"]
 
 
 class _InOrder(click.Group):
     """Lists its commands in the order in which they were added."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """A rank is connected to the others first, so that they hear of whatever ends it."""
+        if is_launched():
+            prepare_rank()
+        connect_early()
+        return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

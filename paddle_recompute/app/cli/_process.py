@@ -132,12 +132,10 @@ def prepare_one_of_ranks(doing: str) -> int:
     prepare_one_process(doing if is_main_rank() else "")
     if ranks == 1:
         return 0
-    import paddle.distributed as dist
+    from paddle_recompute.distributed import join_process_group, peers
 
-    from paddle_recompute._paddle.distributed import init_parallel_env
-
-    init_parallel_env()
-    return int(dist.get_rank())
+    join_process_group()
+    return peers().rank
 
 
 def is_main_rank() -> bool:

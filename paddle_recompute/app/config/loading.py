@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from paddle_recompute.app.config._model import PRESETS
-from paddle_recompute.app.config._section import MISSING, Values, allowed, setting_names
+from paddle_recompute.app.config._section import MISSING, allowed
 from paddle_recompute.app.config._yaml import LARGEST, parse
 from paddle_recompute.app.config.schema import Config
 from paddle_recompute.errors import ConfigError
@@ -84,8 +84,7 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> list[Setti
         is_of_preset = path.removeprefix("model.") in preset
         return f"preset {config.model.preset}" if is_of_preset else "default"
 
-    values = Values(Config, config.to_dict())
-    return [Setting(name, values[name], told(name)) for name in setting_names(Config)]
+    return [Setting(name, value, told(name)) for name, value in config.settings().items()]
 
 
 def _load(path: str | Path, overrides: Sequence[str]) -> tuple[Config, _Source]:

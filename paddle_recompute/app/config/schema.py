@@ -15,7 +15,14 @@ from paddle_recompute.app.config import library
 from paddle_recompute.app.config._contrastive import ContrastiveConfig
 from paddle_recompute.app.config._data import DataConfig
 from paddle_recompute.app.config._model import ModelConfig
-from paddle_recompute.app.config._section import Broken, Holds, Section, Values, section_of
+from paddle_recompute.app.config._section import (
+    Broken,
+    Holds,
+    Section,
+    Values,
+    section_of,
+    setting_names,
+)
 from paddle_recompute.app.config._strategy import StrategyConfig
 from paddle_recompute.app.config._sync import SyncConfig
 from paddle_recompute.app.config._together import WHAT_GOES_TOGETHER
@@ -193,6 +200,11 @@ class Config(Section):
     def for_static(self) -> StaticConfig:
         """What a Program follows; raises ConfigError where a static graph cannot honour it."""
         return library.static_config(self)
+
+    def settings(self) -> dict[str, Any]:
+        """Every value by its dotted path, ``"train.max_steps"``, in plain YAML/JSON types."""
+        values = Values(Config, self.to_dict())
+        return {name: values[name] for name in setting_names(Config)}
 
     def without_effect(self) -> list[str]:
         """The settings that change nothing in this run, each with the reason, in sentences."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,9 @@ import click
 
 from paddle_recompute._run_folder import CHECKPOINTS, check_may_start, checkpoints_in, hold
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.launch._rank_process import is_launched, leave_error, prepare_rank, styled
+from paddle_recompute.app.launch._rank_process import is_launched, leave_error, styled
 from paddle_recompute.app.launch.launcher import RankFailedError, RankRefusedError, launch
+from paddle_recompute.distributed import connected_early
 from paddle_recompute.errors import PaddleRecomputeError, StoppedError
 
 _AGAIN = ("PeerError", "OutOfMemoryError")
@@ -63,10 +65,9 @@ def _saved_in(folder: Path) -> list[tuple[Path, int]]:
 def errors_in_one_paragraph(debug: bool, interrupted: str) -> Iterator[None]:
     """Print an error of this library as a paragraph and exit with code 2 (1: a rank failed).
 
-    In a rank that `launch` started, an error is left for the launcher instead.
+    Other ranks hear of it. In a rank that `launch` started, it is left for the launcher instead.
     """
     if is_launched():
-        prepare_rank()
         try:
             yield
         except StoppedError as error:  # no excepthook is called for what ends a process in order
@@ -82,8 +83,13 @@ def errors_in_one_paragraph(debug: bool, interrupted: str) -> Iterator[None]:
             click.echo(error.traceback, err=True)
         elif debug:
             click.echo(traceback.format_exc(), err=True)
-        click.echo(f"{_name()}: {error}", err=True)
-        sys.exit(1 if isinstance(error, RankFailedError) else 2)
+        code, of_rank = 1 if isinstance(error, RankFailedError) else 2, ""
+        if (client := connected_early()) is not None:
+            client.fail(error)
+            client.exit_code = code
+            of_rank = f"rank {client.rank} on {socket.gethostname()}: "
+        click.echo(f"{_name()}: {of_rank}{error}", err=True)
+        sys.exit(code)
     except KeyboardInterrupt:
         click.echo(f"\n{_name()}: {interrupted}", err=True)
         sys.exit(130)

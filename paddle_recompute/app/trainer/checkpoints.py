@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,8 +177,9 @@ class RunCheckpoints(Callback):
             self._say(f"  changed since: {path} was {old!r}, is {new!r}{instead}")
 
     def _newest_on_all_ranks(self) -> Resumed | None:
-        """As `find`. Every rank looks for itself, and all take what the last of them can read."""
+        """As `find`. Every rank looks for itself, and all take the newest that all of them have."""
         at_most: int | None = None
+        newest = ""
         while True:
             found: Resumed | None = None
             fault, is_there = None, True
@@ -186,24 +188,39 @@ class RunCheckpoints(Callback):
                 found = Resumed(checkpoint, RunState.of(checkpoint))
             except CheckpointError as error:
                 fault, is_there = str(error), not isinstance(error, NoCheckpointError)
-            step = found.step if found is not None else None
-            digest = found.checkpoint.digest if found is not None else None
-            everywhere = values_of_ranks([step, digest, fault, is_there], "the newest checkpoint")
-            if self._config.train.resume == "auto" and not any(there for *_, there in everywhere):
-                return None
-            for rank, (*_, theirs, _) in enumerate(everywhere):
-                if theirs is not None:
+            own = [found and found.step, found and found.checkpoint.digest, fault, is_there]
+            everywhere = values_of_ranks([*own, socket.gethostname()], "the newest checkpoint")
+            steps = [step for step, *_ in everywhere]
+            newest = newest or _by_step([(step, host) for step, *_, host in everywhere])
+            if not any(is_there for *_, is_there, _ in everywhere) and at_most is None:
+                if self._config.train.resume == "auto":
+                    return None
+                raise CheckpointError(str(fault))
+            for rank, (_, _, theirs, is_there, _) in enumerate(everywhere):
+                if theirs is not None and is_there:
                     who = f"rank {rank}: " if fault is None or fault != theirs else ""
                     raise CheckpointError(f"{who}{theirs}")
-            if all(one == everywhere[0] for one in everywhere):
-                return found
-            steps = [step for step, *_ in everywhere]
-            if len(set(steps)) == 1:
+            if None in steps:
                 raise CheckpointError(
-                    f"{self._folder}: the ranks read different checkpoints of step {step}; all "
+                    f"{self._folder}: no checkpoint is on all ranks; the newest are {newest}. "
+                    "Every rank reads the checkpoint: copy its folder to this place on the other "
+                    "machines, or name a train.output_dir that all machines share"
+                )
+            if len(set(steps)) > 1:
+                at_most = min(steps)
+                continue
+            if len({digest for _, digest, *_ in everywhere}) > 1:
+                raise CheckpointError(
+                    f"{self._folder}: the ranks read different checkpoints of step {steps[0]}; all "
                     "machines must share train.output_dir, or have copies of the same"
                 )
-            at_most = min(steps)
+            if at_most is not None:
+                self._say(
+                    f"{self._folder}: the newest checkpoints are {newest}; all ranks go on from "
+                    f"step {steps[0]}. To go on from a later one, stop, and copy its folder to the "
+                    "other machines"
+                )
+            return found
 
     def record_of_ended(self, step: int, total: int) -> dict[str, Any] | None:
         """The final record of a finished run, on every rank; says how it is used.
@@ -322,6 +339,17 @@ def chunks_of(resumed: Resumed | None, config: Config) -> Chunks | None:
         return None
     is_same = resumed.state.config["contrastive"] == config.to_dict()["contrastive"]
     return resumed.state.chunks if is_same else None
+
+
+def _by_step(of_ranks: Sequence[tuple[int | None, str]]) -> str:
+    """``step 16 on rank 0 (alpha), none on rank 1, 2 (beta)`` from (step, host) of each rank."""
+    told = []
+    for step in dict.fromkeys(step for step, _ in of_ranks):
+        ranks = [rank for rank, (theirs, _) in enumerate(of_ranks) if theirs == step]
+        hosts = ", ".join(dict.fromkeys(of_ranks[rank][1] for rank in ranks))
+        what = "none" if step is None else f"step {step}"
+        told.append(f"{what} on rank {', '.join(map(str, ranks))} ({hosts})")
+    return ", ".join(told)
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:

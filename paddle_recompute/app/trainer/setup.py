@@ -12,12 +12,12 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 
-from paddle_recompute._paddle.distributed import init_parallel_env
 from paddle_recompute._run_folder import check_may_start, hold
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import Source
 from paddle_recompute.app.encoder import build_model
-from paddle_recompute.distributed import values_of_ranks
+from paddle_recompute.app.trainer.same_settings import check_same_settings
+from paddle_recompute.distributed import join_process_group, values_of_ranks
 from paddle_recompute.errors import CheckpointError, ConfigError, DataError
 from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
@@ -28,7 +28,9 @@ def join_ranks(config: Config) -> int:
     """Choose the device, and join the process group if there is one; returns this rank.
 
     Raises:
-        ConfigError: There is no such device, or other ranks are running than `config` has.
+        ConfigError: There is no such device, other ranks are running than `config` has, or the
+            ranks have different settings or versions.
+        PeerError: A rank has failed, or did not come.
     """
     if config.launch.device == "gpu" and not paddle.is_compiled_with_cuda():
         raise ConfigError(
@@ -37,14 +39,16 @@ def join_ranks(config: Config) -> int:
         )
     paddle.set_device(config.launch.device)
     running = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+    if running > 1:
+        check_same_settings(config)
     if running != config.world_size:
         raise ConfigError(
             f"launch.num_ranks * launch.num_nodes is {config.world_size}, and {running} "
             f"{'rank is' if running == 1 else 'ranks are'} running; start with `paddle-recompute` "
             f"or fleetrun, or set launch.num_ranks={running}"
         )
-    if running > 1 and not dist.is_initialized():
-        init_parallel_env()
+    if running > 1:
+        join_process_group()
     return int(dist.get_rank())
 
 

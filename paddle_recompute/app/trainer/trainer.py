@@ -35,6 +35,7 @@ from paddle_recompute.app.trainer.divergence import check_vocabulary, check_weig
 from paddle_recompute.app.trainer.evaluation import Evaluation
 from paddle_recompute.app.trainer.events import Events, data_figures, environment
 from paddle_recompute.app.trainer.loop import Best, Callback, Run, batches_of, train
+from paddle_recompute.app.trainer.network import NetworkLimit
 from paddle_recompute.app.trainer.recorder import Recorder
 from paddle_recompute.app.trainer.setup import (
     check_same_as_before,
@@ -158,6 +159,7 @@ class Trainer:
             self._events,
             evaluate,
             Recorder(),
+            NetworkLimit(self._events.say),
             self._checkpoints,
             *self._boards,
             *self._callbacks,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -131,31 +132,57 @@ def test_bad_state_is_refused(finished: Path) -> None:
 # ------------------------------------------------------------------------------------- two ranks
 
 
-def find_on_ranks(folder: str, resume: Any) -> Any:
-    """Each rank looks into a folder of its own."""
+def find_on_ranks(folder: str, resume: Any) -> tuple[Any, str]:
+    """Each rank looks into a folder of its own; what it takes, and what it says."""
     rank = dist.get_rank()
     config = tiny(Path(folder) / f"of{rank}", train__resume=resume, launch__num_ranks=2)
+    said: list[str] = []
     try:
-        found = RunCheckpoints(config, rank, print).find()
+        found = RunCheckpoints(config, rank, said.append).find()
     except CheckpointError as error:
-        return str(error)
-    return found.step if found is not None else None
+        return "refused", str(error)
+    return found and found.step, "\n".join(said)
 
 
-def test_ranks_take_what_all_of_them_can_read(finished: Path) -> None:
+def test_ranks_take_the_newest_checkpoint_that_all_of_them_have(finished: Path) -> None:
     Trainer(tiny(finished, train__max_steps=4, train__resume=True)).run()
     for rank in range(2):
         shutil.copytree(finished / "run", finished / f"of{rank}" / "run")
     there = {"folder": str(finished)}
-    assert run_ranks(find_on_ranks, 2, **there, resume=True) == [4, 4]
-    (finished / "of1" / "run" / "checkpoint" / "step-4" / "state.json").write_text("{")
-    assert run_ranks(find_on_ranks, 2, **there, resume=True) == [2, 2]
-    shutil.rmtree(finished / "of1" / "run")
-    said = run_ranks(find_on_ranks, 2, **there, resume="auto")
-    assert "rank 1: " in said[0] and said[0].replace("rank 1: ", "") == said[1]
-    assert "holds no checkpoint" in said[1]
+
+    def found(resume: Any) -> list[tuple[Any, str]]:
+        return run_ranks(find_on_ranks, 2, **there, resume=resume)
+
+    host = socket.gethostname()
+    for taken, said in found(True):
+        assert taken == 4 and "all ranks go on" not in said
+    other = finished / "of1" / "run" / "checkpoint"
+    (other / "step-4" / "state.json").write_text("{")
+    shutil.copytree(other / "step-4", finished / "damaged")
+    for _ in range(2):  # a damaged checkpoint, then none
+        for taken, said in found(True):
+            assert taken == 2
+            assert f"step 4 on rank 0 ({host}), step 2 on rank 1 ({host}); all ranks go on" in said
+            assert "go on from step 2. To go on from a later one" in said
+        shutil.rmtree(other / "step-4", ignore_errors=True)
+    shutil.rmtree(finished / "of0" / "run" / "checkpoint" / "step-2")
+    for taken, said in found("auto"):
+        assert taken == "refused"
+        assert f"the newest are step 4 on rank 0 ({host}), step 2 on rank 1 ({host}). " in said
+    shutil.rmtree(other)
+    for taken, said in found("auto"):
+        assert taken == "refused"
+        assert "no checkpoint is on all ranks" in said and "train.resume" not in said
+        assert f"the newest are step 4 on rank 0 ({host}), none on rank 1 ({host}). " in said
+        assert "copy its folder to this place on the other machines" in said
+    shutil.copytree(finished / "damaged", other / "step-4")
+    for taken, said in found("auto"):
+        assert taken == "refused" and "state.json: is damaged" in said
     shutil.rmtree(finished / "of0" / "run")
-    assert run_ranks(find_on_ranks, 2, **there, resume="auto") == [None, None]
+    shutil.rmtree(finished / "of1" / "run")
+    assert [taken for taken, _ in found("auto")] == [None, None]
+    for taken, said in found(True):
+        assert taken == "refused" and "holds no checkpoint to resume from" in said
 
 
 # ------------------------------------------------------------------------------------ the same data

@@ -12,7 +12,7 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute._nested import dtype_name
 from paddle_recompute._paddle import device
-from paddle_recompute.distributed.control_client import scope_of
+from paddle_recompute.distributed.connection import scope_of
 from paddle_recompute.distributed.ranks import run_collective, values_of_ranks
 from paddle_recompute.errors import SyncError
 
