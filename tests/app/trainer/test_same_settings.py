@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,9 @@ def ends_of(folder: Path, own: list[list[str]], *keys: str) -> list[tuple[int, s
         environment |= {"PADDLE_RECOMPUTE_CONTROL_KEY": keys[rank]} if keys else {}
         given = {"arguments": [*common, *arguments], "fault": None}
         ranks.append(start(run, environment, logs[rank], **given))
-    return [(rank.wait(60), log.read_text()) for rank, log in zip(ranks, logs, strict=True)]
+    codes = [rank.wait(90) for rank in ranks]
+    remarks = re.compile(r"^[IW]\d{4} .*\n", re.MULTILINE)  # of Paddle, imported with them on
+    return [(code, remarks.sub("", log.read_text())) for code, log in zip(codes, logs, strict=True)]
 
 
 @pytest.mark.parametrize("setting", ["train.eval_batch=7", "launch.num_ranks=1"])
