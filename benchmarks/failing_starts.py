@@ -12,7 +12,8 @@ a SIGTERM a second later and a SIGKILL after three more. Checked is, for each st
 - every rank ends within `LIMIT` seconds of the failure; within `START_SECONDS` more if the rank
   that fails has never connected;
 - the last line of each other rank names the rank that failed, its host, and the cause; so do the
-  last words of the rank that failed, unless it was killed;
+  last words of the rank that failed, unless it was killed (of a rank that dies before it connects,
+  the others can say only that it is missing);
 - each exit code is a documented one: 2 for an error of the library, also one of another rank, 1 for
   any other exception, and what the rank that failed chose.
 
@@ -33,6 +34,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,20 +135,32 @@ def started(folder: Path, number: int, num_ranks: int, fault: Fault) -> Outcome:
         if codes[rank] == -signal.SIGKILL:  # on a busy machine: what fleetrun shows as 247
             outcome.killed += 1
             codes[rank] = 2
-    outcome.faults += judge(fault, codes, list(map(_text, logs)))
+    outcome.faults += judge(fault, codes, list(map(_text, logs)), told_to_end)
     if outcome.faults:
         outcome.faults += [f"--- {log.name}\n{_text(log)[-2000:]}" for log in logs]
     return outcome
 
 
-def judge(fault: Fault, codes: list[int], texts: list[str]) -> list[str]:
-    """What is not as it should be."""
+def judge(
+    fault: Fault, codes: list[int], texts: list[str], told_to_end: AbstractSet[int] = frozenset()
+) -> list[str]:
+    """What is not as it should be.
+
+    Args:
+        fault: What happened.
+        codes: The exit codes of the ranks.
+        texts: Their logs.
+        told_to_end: The ranks that have got a SIGTERM. Where no rank can know of the failure, only
+            the launcher does.
+    """
     wrong = []
     named = f"rank {fault.rank} on {socket.gethostname()}"
     said, who = SAID[fault.kind], named
     if may_be_unknown(fault):
-        said, who = f"{said}|did not connect|cannot be reached", f"rank {fault.rank}"
+        said, who = f"{said}|did not connect|cannot be reached", "rank "
     for rank, (code, text) in enumerate(zip(codes, texts, strict=True)):
+        if may_be_unknown(fault) and rank in told_to_end - {fault.rank}:
+            continue
         expected = CODES[fault.kind] if rank == fault.rank else 2
         if code != expected:
             wrong.append(f"rank {rank} ends with {code}, not {expected}")

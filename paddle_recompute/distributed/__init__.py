@@ -102,7 +102,7 @@ def __getattr__(name: str) -> Any:
     """Import what needs Paddle when it is first used (PEP 562): a rank connects before that."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for module in _WITH_PADDLE:
+    for module in _WITH_PADDLE if name not in ("stop_request", "withdrawals") else ():
         found = importlib.import_module(f"{__name__}.{module}")
         if hasattr(found, name):
             return getattr(found, name)

@@ -139,6 +139,8 @@ class ControlClient:
         self._ends_last = server is not None
         """Whether it failed first, or has the server: the others are to end before this process."""
         self._complaint_of_thread: str | None = None
+        self.is_early = False
+        """Whether `connect_early` has made it, so that all ranks connect at the start."""
         self.exit_code: int | None = None
         """What the process is about to end with; None: not known, or nothing is wrong."""
         self._ticks_stuck = 0
@@ -335,6 +337,8 @@ class ControlClient:
         """Tell the others, whose end lets collectives with them return, and wait for these."""
         if os.getpid() != self._process:
             return
+        if self.is_early and not self._peer_state.are_all_connected() and self.cause() is None:
+            self.fail(SystemExit("its process has ended before all ranks were connected"))
         self._say_goodbye()
         if self.cause() is not None and self._ends_last and not self._peer_state.unreachable:
             self._over.wait(_LAST if self._peer_state.are_all_connected() else _LAST_AT_START)
@@ -570,5 +574,6 @@ def connect_early(patience: float = START_SECONDS) -> ControlClient | None:
                     "use the port, as a run that has not ended; choose another one"
                 ) from error
         _early.append(ControlClient(int(rank), int(size), host, int(port), key, patience, server))
+        _early[0].is_early = True
         _early[0].explain_sigterm()
     return _early[0] if _early else None

@@ -29,6 +29,7 @@ from paddle_recompute.app.launch import (
     is_rank,
     launch,
     launch_with_restarts,
+    quiet_settings,
     require_paddle_and_devices,
     speed_settings,
     start_line,
@@ -225,6 +226,7 @@ def run_on_ranks(
     chosen = speed_settings(config.launch.num_ranks, os.environ, device=config.launch.device)
     os.environ.update(chosen)
     if is_rank():
+        os.environ.update(quiet_settings(os.environ))  # the last line of a log is the cause
         require_paddle()
     else:
         require_paddle_and_devices(config)

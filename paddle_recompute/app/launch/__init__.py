@@ -6,7 +6,7 @@ from paddle_recompute.app.launch._rank_process import (
     prepare_rank,
     styled,
 )
-from paddle_recompute.app.launch._rank_settings import speed_settings
+from paddle_recompute.app.launch._rank_settings import quiet_settings, speed_settings
 from paddle_recompute.app.launch.launcher import (
     RankFailedError,
     RankRefusedError,
@@ -28,6 +28,7 @@ __all__ = [
     "launch",
     "launch_with_restarts",
     "prepare_rank",
+    "quiet_settings",
     "require_paddle_and_devices",
     "signals_as_exit",
     "speed_settings",
