@@ -1,4 +1,4 @@
-"""A few of the starts of `benchmarks.failing_starts`, in the check."""
+"""A few of the starts of `benchmarks.faults.failing_starts`, in the check."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._failing_starts_rank import Fault
-from benchmarks.failing_starts import campaign, judge
+from benchmarks.faults._failing_starts_rank import Fault
+from benchmarks.faults.failing_starts import campaign, judge
 
 FAULTS = [
     Fault(1, "typo"),

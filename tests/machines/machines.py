@@ -1,6 +1,6 @@
 """Two machines inside of one, and Paddle's launcher on both of them.
 
-A machine is a network namespace at the end of a cable (`benchmarks._network`), with a hostname, an
+A machine is a network namespace at the end of a cable (`harness.network`), with a hostname, an
 ``/etc/hosts`` and a folder of its own: the configuration has relative paths, so nothing is shared.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._network import Host, rate_limited
+from benchmarks.harness.network import Host, rate_limited
 from paddle_recompute.app.launch._rank_process import die_with_parent
 from tests.ranks import ROOT
 

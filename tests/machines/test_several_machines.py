@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks._network import set_rate
+from benchmarks.harness.network import set_rate
 from paddle_recompute.app.data.tokenizer import train_tokenizer
 from paddle_recompute.app.trainer import Trainer
 from tests.app.trainer.test_trainer import tiny, unmeasured, write_pairs
@@ -87,7 +87,7 @@ def put(checkpoint: Path, machine: Machine) -> None:
 
 @pytest.fixture
 def shown(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Asserts how a run ended and what it said, which `benchmarks.several_machines` writes down."""
+    """Asserts how a run ended and what it said, which the benchmark writes down."""
 
     def check(ended: list[Ended], code: int, *words: tuple[int, str]) -> None:
         """`words`: The number of a machine, and a part of a line that its launcher writes."""

@@ -15,7 +15,7 @@ import paddle.distributed as dist
 import pytest
 
 import paddle_recompute
-from benchmarks._failing_starts_rank import run
+from benchmarks.faults._failing_starts_rank import run
 from paddle_recompute.app.config import load_config
 from paddle_recompute.app.trainer import same_settings
 from paddle_recompute.app.trainer.same_settings import MAY_DIFFER, check_same_settings, compared

@@ -1,4 +1,4 @@
-"""One rank of a start in which one fails: the side of the ranks of `benchmarks.failing_starts`."""
+"""One rank of a start in which one fails: the ranks' side of `failing_starts`."""
 
 from __future__ import annotations
 

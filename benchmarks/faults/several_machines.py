@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks._network import require_root_and_iproute2
-from benchmarks._record import table, write_record
+from benchmarks.harness.network import require_root_and_iproute2
+from benchmarks.harness.record import table, write_record
 
 
 class Outcomes:

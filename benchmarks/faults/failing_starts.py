@@ -1,7 +1,7 @@
 """Starts of a run in which one rank fails: all ranks end soon, and name the first cause and host.
 
-    python -m benchmarks.failing_starts                            # 200 starts
-    python -m benchmarks.failing_starts --starts 6 --seed 1 --parallel 2
+    python -m benchmarks.faults.failing_starts                            # 200 starts
+    python -m benchmarks.faults.failing_starts --starts 6 --seed 1 --parallel 2
 
 Each start is ``paddle-recompute train`` on two or three ranks, as ``fleetrun`` starts them on two
 machines (rank 0, or ranks 0 and 1, on the first one). One rank fails at a random place before, in
@@ -39,8 +39,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks._failing_starts_rank import CODES, KINDS, PLACES, Fault, run
-from benchmarks._record import table, write_record
+from benchmarks.faults._failing_starts_rank import CODES, KINDS, PLACES, Fault, run
+from benchmarks.harness.record import table, write_record
 from paddle_recompute.distributed.control_client import START_SECONDS
 from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.forked_ranks import ForkedProcess, start
@@ -275,7 +275,8 @@ def main() -> None:
     ]
     for one in wrong:
         print(one.fault, *one.faults, sep="\n")
-    command = f"python -m benchmarks.failing_starts --starts {options.starts} --seed {options.seed}"
+    command = "python -m benchmarks.faults.failing_starts"
+    command += f" --starts {options.starts} --seed {options.seed}"
     path = write_record("failing_starts", "Starts in which one rank fails", command, body)
     print(path)
     if wrong:
