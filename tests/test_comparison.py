@@ -34,3 +34,12 @@ def test_what_is_nothing_but_rounding_may_be_any_rounding() -> None:
     rounding.add({"bias": array(-2e-8), "weight": array(1.0 + 1e-6)})
     assert not differences(expected, {"bias": array(4e-8), "weight": array(1.0)}, rounding)
     assert differences(expected, {"bias": array(1e-3), "weight": array(1.0)}, rounding)
+
+
+def test_an_array_of_which_one_last_bit_changes_all_is_nothing_but_rounding() -> None:
+    """A BatchNorm of few rows behind a ReLU, in bfloat16."""
+    expected = {"weight": array(1.0, 2.0)}
+    rounding = Rounding(expected, Precision.of("bfloat16"))
+    rounding.add({"weight": array(-1.0, 0.1)})
+    assert not differences(expected, {"weight": array(-1.1, 0.0)}, rounding)
+    assert differences(expected, {"weight": array(np.nan, 0.0)}, rounding)

@@ -33,15 +33,15 @@ class Tolerance:
     relative: float = 0.0
     of_run: float = 0.0
 
-    def allowed(self, name: str, size: float, largest: float) -> float:
+    def allowed(self, name: str, size: float, largest_of_run: float) -> float:
         """The largest allowed difference of an array, absolute.
 
         Args:
             name: The array.
             size: Its largest element.
-            largest: The largest element of all arrays of the run.
+            largest_of_run: The largest element of all arrays of the run.
         """
-        return self.relative * size + self.of_run * largest
+        return self.relative * size + self.of_run * largest_of_run
 
 
 EXACT = Tolerance()
@@ -50,7 +50,7 @@ EXACT = Tolerance()
 class HasAllowed(Protocol):
     """A tolerance: `Tolerance`, `Rounding`, or one of a caller's own."""
 
-    def allowed(self, name: str, size: float, largest: float) -> float:
+    def allowed(self, name: str, size: float, largest_of_run: float) -> float:
         """As of `Tolerance`."""
 
 
@@ -63,7 +63,7 @@ class Precision:
         factor: Other kernels round in other places, so they may differ by `factor` times what a
             moved run does. It is smaller in half precision: kernels accumulate in float32 there.
         most: The largest relative tolerance, because moved numbers may take another branch and
-            differ completely. It is below 1, so a missing gradient is always found.
+            differ completely. It is below 1, so that a missing gradient is found.
     """
 
     last_bit: float
@@ -84,8 +84,11 @@ _PRECISIONS = {
 }
 _FLOOR = 4
 """An array may always differ by so many last bits of its largest element."""
+_ALL = 0.9
+"""An array is nothing but rounding if moved runs differ by more than this share of it: behind a
+BatchNorm of few rows in bfloat16; or..."""
 _NOTHING_BUT = 0.1
-"""An array is nothing but rounding if moved runs differ by more than this share of it, and..."""
+"""...by more than this share of it, and..."""
 _SMALL = 1000
 """...it is below so many last bits, and below `_NOTHING_BUT`, of the run's largest element. The
 gradient of a bias before a BatchNorm, which is zero in exact arithmetic, is such an array."""
@@ -113,15 +116,18 @@ class Rounding:
         for name, one in differences(self.expected, moved).items():
             self.sizes[name] = max(one.size, self.sizes.get(name, 0.0))
 
-    def allowed(self, name: str, size: float, largest: float) -> float:
+    def allowed(self, name: str, size: float, largest_of_run: float) -> float:
         """As of `Tolerance`."""
         own, precision = self.sizes.get(name, 0.0), self.precision
         typical = statistics.median([one for one in self.sizes.values() if one] or [0.0])
         noise = precision.factor * max(own, typical)
-        is_small = size <= min(_SMALL * precision.last_bit, _NOTHING_BUT) * largest
-        if not (is_small and own > _NOTHING_BUT):
-            noise = max(min(noise, precision.most), _FLOOR * precision.last_bit)
-        return noise * size
+        is_small = size <= min(_SMALL * precision.last_bit, _NOTHING_BUT) * largest_of_run
+        if is_small and own > _NOTHING_BUT:
+            return noise * size
+        expected = self.expected.get(name)
+        if own > _ALL and expected is not None:
+            return noise * largest(expected)
+        return size * max(min(noise, precision.most), _FLOOR * precision.last_bit)
 
 
 @dataclass(frozen=True)

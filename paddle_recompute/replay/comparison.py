@@ -38,7 +38,7 @@ GRADIENT_OF = "the gradient of "
 """The names of the gradients of parameters in `Seen` begin with it."""
 LATER = " in the step after it"
 """The names of what is seen in a second step of the run end with it."""
-_MOVED_RUNS = 3
+_MOVED_RUNS = 5
 
 _FIRST = 16
 
