@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +27,6 @@ from paddle_recompute.planner.step_costs import Progress, StepState
 
 MOST_CORRECTIONS = 3
 """How often a plan whose measured step was above the budget is made anew."""
-DOUBT = 1.15
-"""A budget is measured before it is refused if the smallest predicted peak is up to this above."""
 USED = 0.97
 """Part of the budget below which a plan is made anew with what it left, if it may be refined."""
 
@@ -223,7 +222,8 @@ def plan(
         signature=job.signature(),
         checkpoints=patterns,
         preserve_rng_state=job.preserve_rng_state,
-        least_factor=DOUBT if verify else 1.0,
+        # The budget that a refusal names is one that a measured step stays within.
+        least_factor=math.inf if verify else 1.0,
     )
     return verified(job, found) if verify else found
 

@@ -328,13 +328,8 @@ def infeasible(
         if one is not None and one.peak_bytes < least.peak:
             within = "within" if one.peak_bytes <= memory_budget else "still not within"
             lower.append(f"set what takes less: {one}, {within} the budget")
-    if measured:
-        found = (
-            f"of {len(measured)} plans that were measured, the one that took least had a peak of "
-            f"{format_bytes(min(measured))} ({min(measured)} bytes)"
-        )
-    else:
-        found = f"the smallest feasible budget is {format_bytes(least.peak)} ({least.peak} bytes)"
+    feasible, how = (min(measured), "measured") if measured else (least.peak, "predicted")
+    found = f"the smallest feasible budget is {format_bytes(feasible)} ({feasible} bytes, {how})"
     return (
         f"no plan stays within {format_bytes(memory_budget)}: {found}, of which "
         f"{format_bytes(held)} are held all the time. Its peak is in the {peak.where}. Raise "

@@ -517,6 +517,26 @@ def test_a_budget_that_is_too_small_is_refused() -> None:
     assert "smallest feasible budget" in str(found)
 
 
+def test_the_budget_that_a_refusal_names_is_accepted() -> None:
+    """A step of weight_norm takes more than predicted: its weights are computed in the forward."""
+    paddle.seed(0)
+    blocks = [
+        paddle.nn.Sequential(
+            paddle.nn.utils.weight_norm(paddle.nn.Linear(64, 64)), paddle.nn.GELU()
+        )
+        for _ in range(4)
+    ]
+    model, x = paddle.nn.Sequential(*blocks), paddle.ones([64, 64])
+
+    def fitted(budget: int) -> Any:
+        return plan(model, x, lambda model, x: model(x).square().mean(), memory_budget=budget)
+
+    with pytest.raises(PlanError, match=r"the smallest feasible budget is") as error:
+        fitted(1000)
+    number = int(str(error.value).partition("(")[2].partition(" bytes")[0])
+    assert fitted(number).measured_bytes <= number
+
+
 def test_a_plan_is_kept_in_a_file(tmp_path: Path) -> None:
     found = planned(job_of("encoder"), 2**40)
     found.save(tmp_path / "plan.json")
