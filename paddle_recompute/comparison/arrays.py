@@ -63,7 +63,7 @@ class Precision:
         factor: Other kernels round in other places, so they may differ by `factor` times what a
             moved run does. It is smaller in half precision: kernels accumulate in float32 there.
         most: The largest relative tolerance, because moved numbers may take another branch and
-            differ completely. It is below 1, so that a missing gradient is found.
+            differ completely. It is below 1: a missing gradient differs by 1.
     """
 
     last_bit: float
