@@ -292,7 +292,8 @@ class AmpConfigs(Options):
         incr_every_n_steps: Steps without overflow before the loss scale grows.
         decr_every_n_nan_or_inf: Steps with overflow before it shrinks.
         incr_ratio: By which it grows.
-        decr_ratio: By which it shrinks.
+        decr_ratio: By which it shrinks. The defaults of the loss scale are those of fleet's
+            ``DistributedStrategy.amp_configs``; `paddle.amp.GradScaler` has 0.5 here.
         use_dynamic_loss_scaling: False: the loss scale is constant.
         custom_white_list: More operators in half precision.
         custom_black_list: More operators in float32.

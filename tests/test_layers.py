@@ -23,7 +23,7 @@ OPEN_ROOMS = {"_paddle"}
 FOR_ALL = {"errors"}
 """On the lowest floor too, there are errors to raise."""
 MOST_LOOSE_MODULES = 7
-MOST_FOLDERS = 16
+MOST_FOLDERS = 17
 
 
 def floors() -> dict[str, int]:

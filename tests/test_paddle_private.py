@@ -80,6 +80,10 @@ PRIVATE: list[tuple[Any, str]] = [
         "host_memory_stat_peak_value set_eval_frame supports_bfloat16 "
         "device_memory_stat_reset_peak_value host_memory_stat_reset_peak_value",
     ),
+    (
+        paddle.amp.auto_cast.__globals__["amp_global_state"](),
+        "amp_dtype model_parameters use_master_grad",
+    ),
     (core.eager, "register_saved_tensors_hooks run_backward run_partial_grad"),
     (paddle.distributed.parallel, "_new_process_group_impl"),
     (paddle.distributed.collective, "_set_custom_gid"),

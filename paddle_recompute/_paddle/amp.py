@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import paddle
+from paddle.amp.auto_cast import amp_global_state
 from paddle.base import core, framework
 
 
@@ -65,13 +66,28 @@ def set_amp_state(state: AmpState) -> AmpState:
     return before
 
 
-def amp_off() -> contextlib.AbstractContextManager[None]:
-    """``auto_cast(enable=False)``, with a type: Paddle's has none. Nothing where it is off."""
+def global_amp_state() -> Any:
+    """The AMP state of the process, beside the tracer's (2.6, 3.x).
+
+    ``auto_cast`` sets its ``amp_dtype`` and never restores it; `paddle.amp.GradScaler` does not
+    scale unless it is "float16". ``paddle.amp.decorate(master_grad=True)`` sets its
+    ``use_master_grad`` and adds to its ``model_parameters``. Can go when ``auto_cast`` restores it.
+    """
+    return amp_global_state()
+
+
+@contextlib.contextmanager
+def amp_off() -> Iterator[None]:
+    """``auto_cast(enable=False)`` that keeps `global_amp_state`. Nothing where it is off."""
     tracer = framework._dygraph_tracer()
     if tracer is not None and amp_state() is OFF:
-        return contextlib.nullcontext()
-    off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
-    return off
+        yield
+        return
+    of_all = global_amp_state()
+    dtype = of_all.amp_dtype
+    with paddle.amp.auto_cast(enable=False):
+        of_all.amp_dtype = dtype
+        yield
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.amp import amp_off
+from paddle_recompute._paddle.amp import amp_off, global_amp_state
 from paddle_recompute._paddle.gradients import has_unwatched_hooks, watch_hooks
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
@@ -219,14 +219,15 @@ class GradCache:
                 of chunks under ``offload="ranks"``.
             ConfigError: The loss is not a scalar, or does not depend on a trained parameter; it is
                 not clear which tensor `chunk_tokens` must cut, no input has tokens, or all have and
-                `chunk_size` was given, too; or the call is under
-                ``paddle.no_grad`` or while a static graph is built.
+                `chunk_size` was given, too; the encoder was decorated with ``master_grad=True``; or
+                the call is under ``paddle.no_grad`` or while a static graph is built.
             RecomputeError: The second forward of a chunk returned other values than the first (by
                 5 % of the largest number of a row), in this call, or in one of those since the last
                 check; see `check_repetition`.
             SyncError: See `GradientSync.last_backward`.
         """
         _check_mode()
+        _check_no_master_grad([*self._encoders, self.loss])
         sync = sync or self.sync
         encoders = self._chunked_encoders((query, positive, *negatives))
         self.num_chunks = sum(encoder.num_chunks for encoder in encoders)
@@ -417,6 +418,23 @@ def _check_hooks(functions: list[Any]) -> None:
                 f"the parameter '{parameter.name}' got a hook (register_hook) before "
                 "paddle_recompute.contrastive was imported, so the hook would run once per chunk "
                 "and not once on the sum; import it before you register the hook"
+            )
+
+
+def _check_no_master_grad(functions: list[Any]) -> None:
+    """Paddle (2.6, 3.x) would add the half-precision gradient of a chunk to a float32 one."""
+    state = global_amp_state()
+    if not state.use_master_grad:
+        return
+    decorated = {id(parameter) for parameter in state.model_parameters}
+    for parameter in (p for function in functions for p in _parameters_of(function)):
+        if id(parameter) in decorated and parameter.dtype in (paddle.float16, paddle.bfloat16):
+            raise ConfigError(
+                f"the parameter '{parameter.name}' was decorated with master_grad=True, so its "
+                "gradient is float32 after the backward of a chunk, and Paddle adds the "
+                "half-precision gradient of the next chunk to it wrongly. Decorate with "
+                "master_grad=False, or use TrainStep with level O2: its gradients are float32 "
+                "after the last chunk"
             )
 
 

@@ -293,10 +293,10 @@ def infeasible(
             lower = [parts, *lower]
     lower.append("keep the parameters of the blocks elsewhere (recompute.offload_parameters)")
     if measured:
-        size, how = min(measured), f"measured, the least of {len(measured)} plans"
+        size, how = min(measured), "measured"
     else:
         size, how = least.peak, "predicted"
-    found = f"the smallest feasible budget is {format_bytes(size)} ({size} bytes; {how})"
+    found = f"the smallest feasible budget is {format_bytes(size)} ({size} bytes, {how})"
     return (
         f"no plan stays within {format_bytes(memory_budget)}: {found}, of which "
         f"{format_bytes(held)} are held all the time. Its peak is in the {peak.where}. Raise "

@@ -61,6 +61,7 @@ from paddle_recompute.recompute._hooks import (
     begin_recording,
     end_recording,
     innermost,
+    is_of_second_pair,
 )
 from paddle_recompute.recompute._inputs import Input, Link, fetch
 from paddle_recompute.recompute._offload import InputStorage
@@ -168,8 +169,15 @@ class Frame:
             inputs = _keep(self, self._storage, outer, (args, kwargs))
             self._is_recording, self._compares_values = True, call.compare_values
             outputs = call.first(args, kwargs)
-        except BaseException:  # the caller may catch the error and continue
+        except BaseException as error:  # the caller may catch the error and continue
             self._forget(num_saved, call.name)
+            if is_of_second_pair(error):
+                raise RecomputeError(
+                    f"{call.name} brings saved_tensors_hooks into force, and Paddle allows one "
+                    "pair at a time, which recompute needs here. If it calls fleet's recompute "
+                    "(use_reentrant=False), call paddle_recompute.patch_fleet() first; other hooks "
+                    "belong outside of the recomputed function"
+                ) from error
             raise
         finally:
             self._is_recording = self._compares_values = False

@@ -218,6 +218,11 @@ def begin_recording(recorder: Recorder) -> bool:
     return True
 
 
+def is_of_second_pair(error: BaseException) -> bool:
+    """Whether Paddle (2.6, 3.x) raised `error` where code brought another pair into force."""
+    return isinstance(error, ValueError) and "only one pair of hooks is allowed" in str(error)
+
+
 def end_recording() -> None:
     """End what the last `begin_recording` of this thread began."""
     thread = _thread

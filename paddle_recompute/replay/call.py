@@ -15,7 +15,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _nested
-from paddle_recompute._paddle.amp import amp_state, set_amp_state
+from paddle_recompute._paddle.amp import amp_state, global_amp_state, set_amp_state
 from paddle_recompute._paddle.backward import is_raised_by_an_operator, set_gradients
 from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
 from paddle_recompute.replay import writes as _writes
@@ -173,6 +173,8 @@ class Call:
         try:
             if draws is not None and draws.moves:
                 undo.append(functools.partial(draws.end_again, draws.begin_again()))
+            of_all = global_amp_state()  # the function may enter auto_cast
+            undo.append(functools.partial(setattr, of_all, "amp_dtype", of_all.amp_dtype))
             if (amp := set_amp_state(self._amp)) is not self._amp:
                 undo.append(functools.partial(set_amp_state, amp))
             may_change = self._reach.may_change_flags

@@ -1,33 +1,36 @@
 """Whether a Program computes what dygraph computes from the same state: when to look, and how.
 
 Both are run on the same values (`compare`). What can be seen of a run is compared array by array:
-to the bit, or, where other kernels may have run, within a tolerance that is measured. For it
-dygraph runs again with parameters, inputs and cotangents moved by one last bit; a Program may
-differ from the first run by `_FACTOR` times what the second one does. A fixed relative tolerance
-does not serve: a gradient that is zero in exact arithmetic, such as that of a bias before a
-BatchNorm, is rounding and nothing else.
+to the bit, or, where other kernels may have run, within a tolerance that is measured
+(`comparison.Rounding`). For it dygraph runs again with parameters, inputs and cotangents moved by
+one last bit. A fixed relative tolerance does not serve: a gradient that is zero in exact
+arithmetic, such as that of a bias before a BatchNorm, is rounding and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import paddle
-from numpy.typing import NDArray
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state
 from paddle_recompute._paddle.layers import is_initialized
+from paddle_recompute.comparison import (
+    Array,
+    Difference,
+    Precision,
+    Rounding,
+    Seen,
+    differences,
+)
 from paddle_recompute.replay.model_state import ModelState, alias
 from paddle_recompute.replay.random_streams import RngState
-
-Array = NDArray[Any]
-Seen = Mapping[str, Array | None]
-"""Of one run, by what it is, in the order of the forward; None: no gradient, which is zeros."""
 
 STEPS = (1, 10, 100, 1000)
 """A Program is compared in these of its steps."""
@@ -35,18 +38,7 @@ GRADIENT_OF = "the gradient of "
 """The names of the gradients of parameters in `Seen` begin with it."""
 LATER = " in the step after it"
 """The names of what is seen in a second step of the run end with it."""
-_FACTOR = 30
-"""Moving all numbers at once in another pattern of bits makes up to some times the difference."""
-_MOST = 0.01
-"""The largest tolerance: moved numbers may take another branch, and differ by everything."""
-_MOST_BITS = 8
-"""The largest tolerance in last bits of the precision in which operators compute, if it is more: in
-bfloat16 a gradient differs by 1 to 4 of them, as the CPU has other instructions."""
-_ROUNDING = 1e-4
-"""A gradient that is zero in exact arithmetic is below this part of the largest number."""
-_FLOOR = 4
-"""Last bits of the largest number of an array, which may always differ."""
-
+_MOVED_RUNS = 5
 
 _FIRST = 16
 
@@ -94,18 +86,18 @@ class DygraphRun:
 
 @contextlib.contextmanager
 def isolated(
-    states: Mapping[str, ModelState], *, moved: bool, dtype: str | None = None
+    states: Mapping[str, ModelState], *, moved_by: int = 0, dtype: str | None = None
 ) -> Iterator[dict[str, paddle.Tensor]]:
     """Inside, the models of `states` run as `ModelState.isolated` says; gives the leaves that they
     read, by prefix and name of the parameter.
 
     Args:
         states: By the prefix of their parameters' names.
-        moved: Whether the numbers of the leaves are moved by one last bit.
-        dtype: As for `moved_by_last_bit`.
+        moved_by: As for `moved`.
+        dtype: As for `moved`.
     """
     leaves = {
-        f"{prefix}{name}": moved_by_last_bit(one, dtype) if moved else alias(one)
+        f"{prefix}{name}": moved(one, moved_by, dtype) if moved_by else alias(one)
         for prefix, state in states.items()
         for name, one in state.trained.items()
     }
@@ -129,7 +121,7 @@ def draws_elsewhere(start: RngState) -> str:
 
 def compare(
     model: paddle.nn.Layer,
-    in_dygraph: Callable[[bool], DygraphRun],
+    in_dygraph: Callable[[int], DygraphRun],
     in_program: Callable[[Seen], Seen],
     agree: Callable[[str, bool], bool],
     dtype: str | None = None,
@@ -138,67 +130,70 @@ def compare(
 
     Args:
         model: Whose parameters are named in a fault.
-        in_dygraph: Runs dygraph, with moved numbers if the argument is true.
+        in_dygraph: Runs dygraph; with a number above 0, on numbers that are `moved` by it.
         in_program: Runs the Program from the same state; gets what was seen in dygraph.
         agree: ``agree(fault, wish)`` raises if any rank has a fault (not ""); returns whether any
             rank has the wish. The ranks call it equally often.
-        dtype: As for `moved_by_last_bit`.
+        dtype: As for `moved`.
     """
-    own = in_dygraph(False)
+    own = in_dygraph(0)
     agree(own.fault, False)
     found = in_program(own.seen)
-    moved = own.end.only_moved()
-    has_drawn = moved.generators is not None or moved.tracker is not None
-    differ = own.seen.keys() != found.keys() or any(
-        difference(own.seen[name], found[name]) for name in found
-    )
-    # All ranks make the run with moved numbers, or none: a loss may have collectives.
+    since = own.end.only_moved()
+    has_drawn = since.generators is not None or since.tracker is not None
+    differ = bool(differences(own.seen, found))
+    # All ranks make the runs with moved numbers, or none: a loss may have collectives.
     if agree("it draws other random numbers than dygraph" if has_drawn else "", differ):
-        other = in_dygraph(True).seen
-        most = max(_MOST, _MOST_BITS * _last_bit(dtype or _precision()))
-        wrong = differences(own.seen, found, other, most)
+        rounding = Rounding(own.seen, _coarsest(model, dtype))
+        for number in range(1, _MOVED_RUNS + 1):
+            rounding.add(in_dygraph(number).seen)
+        wrong = differences(own.seen, found, rounding)
         agree(explain(model, wrong) if wrong else "", False)
 
 
 _NUMBERS = np.random.default_rng(0).standard_normal(65537).astype("float32")
 
 
-def cotangent(output: paddle.Tensor, *, moved: bool = False) -> paddle.Tensor:
+def cotangent(output: paddle.Tensor, moved_by: int = 0) -> paddle.Tensor:
     """Fixed random numbers like `output`; a real loss can hide a fault in a gradient."""
     numbers = paddle.to_tensor(np.resize(_NUMBERS, output.shape)).astype(output.dtype)
-    return moved_by_last_bit(numbers) if moved else numbers
+    return moved(numbers, moved_by)
 
 
 @paddle.no_grad()
-def moved_by_last_bit(tensor: paddle.Tensor, dtype: str | None = None) -> paddle.Tensor:
+def moved(tensor: paddle.Tensor, number: int, dtype: str | None = None) -> paddle.Tensor:
     """A copy of `tensor` whose numbers are moved up or down by one last bit; integers stay.
 
     The bit is that of the precision in which operators compute: of mixed precision, if it is on.
 
     Args:
-        tensor: What is copied.
+        tensor: The tensor to copy.
+        number: Which pattern of up and down; 0: none.
         dtype: That precision, where dygraph does not know it.
     """
     copied = tensor.detach().clone()
-    if tensor.is_floating_point():
+    if number and tensor.is_floating_point():
         is_cast = tensor.dtype == paddle.float32
-        step = _last_bit(dtype or (_precision() if is_cast else tensor.dtype))
-        signs = paddle.to_tensor(np.sign(np.resize(_NUMBERS[::-1], tensor.shape)))
-        copied = copied * (1 + step * signs.astype(tensor.dtype))
+        own = Precision.of(_nested.dtype_name(tensor.dtype))
+        step = (_precision(dtype) if is_cast or dtype else own).last_bit
+        signs = np.sign(np.resize(np.roll(_NUMBERS[::-1], 9973 * number), tensor.shape))
+        copied = copied * (1 + step * paddle.to_tensor(signs).astype(tensor.dtype))
     copied.stop_gradient = tensor.stop_gradient
     return copied
 
 
-def _precision() -> Any:
-    """The dtype in which operators compute in dygraph now, with float32 operands."""
+def _precision(dtype: str | None = None) -> Precision:
+    """In which operators compute with float32 operands: of `dtype`, or as dygraph does now."""
     state = amp_state()
-    return paddle.float32 if str(state.level).endswith("O0") else state.dtype
+    if dtype is None and not str(state.level).endswith("O0"):
+        dtype = _nested.dtype_name(state.dtype)
+    return Precision.of(dtype or "float32")
 
 
-def _last_bit(dtype: Any) -> float:
-    return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52}.get(
-        _nested.dtype_name(dtype), 2.0**-23
-    )
+def _coarsest(model: paddle.nn.Layer, dtype: str | None) -> Precision:
+    """The coarsest of `_precision` and the dtypes of the parameters of `model`."""
+    kinds = {_nested.dtype_name(one.dtype) for one in model.parameters()}
+    return max([_precision(dtype), *map(Precision.of, kinds)], key=lambda one: one.last_bit)
 
 
 def on_host(tensor: paddle.Tensor | None, shape: Sequence[int] = ()) -> Array | None:
@@ -219,61 +214,7 @@ def on_host(tensor: paddle.Tensor | None, shape: Sequence[int] = ()) -> Array | 
     return np.array(tensor.numpy())
 
 
-def difference(one: Array | None, other: Array | None) -> float:
-    """The largest difference, relative to the largest number of both; 0.0: the same bits."""
-    if one is None or other is None:
-        one = np.zeros_like(other) if one is None and other is not None else one
-        other = np.zeros_like(one) if other is None and one is not None else other
-        if one is None or other is None:
-            return 0.0
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return float("inf")
-    if np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"):
-        return 0.0
-    if one.dtype.kind != "f":
-        return float("inf")
-    scale = max(float(np.abs(one).max()), float(np.abs(other).max()))
-    with np.errstate(all="ignore"):
-        largest = float(np.abs(one.astype("float64") - other).max()) / scale
-    return largest if largest == largest else float("inf")
-
-
-def differences(expected: Seen, found: Seen, moved: Seen, most: float) -> dict[str, float]:
-    """What differs by more than the tolerance, and by how much, in the order of `expected`.
-
-    Args:
-        expected: Of dygraph.
-        found: Of the Program.
-        moved: Of dygraph with moved numbers.
-        most: The largest tolerance.
-    """
-    if expected.keys() != found.keys():
-        missing = expected.keys() ^ found.keys()
-        return {name: float("inf") for name in [*expected, *found] if name in missing}
-    sizes = {name: difference(expected[name], found[name]) for name in expected}
-    arrays = [array for array in expected.values() if array is not None and array.dtype.kind == "f"]
-    largest = max((float(np.abs(array).max(initial=0)) for array in arrays), default=0.0)
-    wrong = {}
-    for name, size in sizes.items():
-        noise = _FACTOR * difference(expected[name], moved[name])
-        if size <= max(min(noise, most), _floor(expected[name])):
-            continue
-        # All of it may be rounding, if it is small beside the other numbers of the run.
-        if size > noise or not _scale(expected[name], found[name]) <= _ROUNDING * largest:
-            wrong[name] = size
-    return wrong
-
-
-def _scale(*arrays: Array | None) -> float:
-    """The largest number."""
-    return max((float(np.abs(a).max(initial=0)) for a in arrays if a is not None), default=0.0)
-
-
-def _floor(array: Array | None) -> float:
-    return _FLOOR * _last_bit(paddle.float32 if array is None else array.dtype)
-
-
-def explain(model: paddle.nn.Layer, wrong: Mapping[str, float]) -> str:
+def explain(model: paddle.nn.Layer, wrong: Mapping[str, Difference]) -> str:
     """`wrong`, of `differences`, in words that name the parameter and its Layer.
 
     A fault reaches the outputs behind it and the gradients of the parameters before it. So it lies
@@ -283,7 +224,8 @@ def explain(model: paddle.nn.Layer, wrong: Mapping[str, float]) -> str:
     gradients = [name for name in wrong if name.startswith(GRADIENT_OF)]
     others = [name for name in wrong if name not in gradients]
     first, *more = [*others[:1], *gradients[-1:]]
-    by = "" if wrong[first] == float("inf") else f" by {wrong[first]:.1e} of its largest number"
+    size = wrong[first].size
+    by = "" if size == math.inf else f" by {size:.1e} of its largest number"
     too = "".join(f", and so does {_described(model, name)}" for name in more)
     return f"{_described(model, first)} differs{by} from that of eager execution{too}"
 

@@ -23,6 +23,7 @@ from paddle_recompute._paddle.flat import is_frozen
 from paddle_recompute._paddle.static import buffers, training
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
 from paddle_recompute._paddle.walk import ParameterWalk
+from paddle_recompute.comparison import Seen
 from paddle_recompute.distributed import is_distributed, mean_of_array, sum_over_ranks
 from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
 from paddle_recompute.replay import (
@@ -33,11 +34,10 @@ from paddle_recompute.replay import (
     ModelState,
     Occasions,
     RngState,
-    Seen,
     compare,
     draws_elsewhere,
     isolated,
-    moved_by_last_bit,
+    moved,
     on_host,
 )
 from paddle_recompute.static_graph._building import ProgramBuilder
@@ -169,13 +169,13 @@ class Comparison:
             raise StaticGraphError(self._refused)
         return wishes > 0
 
-    def _in_dygraph(self, step: _Step, moved: bool) -> DygraphRun:
+    def _in_dygraph(self, step: _Step, moved_by: int) -> DygraphRun:
         """Make the step with the dygraph models; the first time, `_Step.passes` is found out."""
         dtype, states = self._builder.dtype, step.states.values()
         start = step.states[""].streams
         seen: dict[str, NDArray[Any] | None] = {}
         fault, place = "", 0
-        with isolated(step.states, moved=moved, dtype=dtype) as leaves:
+        with isolated(step.states, moved_by=moved_by, dtype=dtype) as leaves:
             self._set_modes(step.built.in_training)
             while not fault and place < (step.passes or 1):
                 place += 1
@@ -183,8 +183,8 @@ class Comparison:
                 losses = []
                 for micro_batch, weight in zip(step.micro_batches, step.weights, strict=True):
                     batch = _nested.map_leaves(_as_tensor, micro_batch)
-                    if moved:
-                        batch = _nested.map_tensors(lambda x: moved_by_last_bit(x, dtype), batch)
+                    if moved_by:
+                        batch = _nested.map_tensors(lambda x: moved(x, moved_by, dtype), batch)
                     losses.append(self._backward(batch, weight))
                 seen[_of_pass("the loss", place)] = _of_all_ranks(np.array(losses, "float32"))
                 for name, leaf in leaves.items():

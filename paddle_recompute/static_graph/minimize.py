@@ -105,8 +105,9 @@ def _differentiated(loss: Any, asked: Request, append: Callable[[Any], Result]) 
 def cast_forward(program: paddle.static.Program, strategy: fleet.DistributedStrategy) -> None:
     """Bring `program`, which stays without a backward, into the precision of `strategy`.
 
-    PIR has done so while it was built.
+    PIR has done so while it was built. What is detached gets memory of its own.
     """
+    backend().prepare(program)
     if native().HAS_FLEET:
         _of_representation().cast_forward(program, Request.of(strategy))
 

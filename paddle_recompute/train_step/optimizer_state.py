@@ -209,7 +209,8 @@ def _check_complete(
         if name not in parameters:
             raise CheckpointError(f"the optimizer state holds {key}, and the model has no {name}")
         shape = list(parameters[name].shape)
-        if list(value.shape) not in (shape, [1], []):
+        is_of_batches = list(value.shape)[1:] == shape  # the gradients that ASGD averages
+        if list(value.shape) not in (shape, [1], []) and not is_of_batches:
             raise CheckpointError(
                 f"the optimizer state holds {key} of the shape {list(value.shape)}, and the "
                 f"parameter has the shape {shape}"

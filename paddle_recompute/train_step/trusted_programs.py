@@ -31,6 +31,7 @@ from paddle_recompute._paddle.layers import (
 from paddle_recompute._paddle.saved_tensors import version_of
 from paddle_recompute._paddle.static import compiled
 from paddle_recompute._paddle.walk import ParameterWalk
+from paddle_recompute.comparison import Seen
 from paddle_recompute.distributed import is_distributed, withdrawals
 from paddle_recompute.errors import StaticGraphError, first_sentence
 from paddle_recompute.replay import (
@@ -40,14 +41,13 @@ from paddle_recompute.replay import (
     ModelState,
     Occasions,
     RngState,
-    Seen,
     alias,
     clone,
     compare,
     cotangent,
     draws_elsewhere,
     isolated,
-    moved_by_last_bit,
+    moved,
     on_host,
 )
 
@@ -326,10 +326,10 @@ class _Comparison:
             self._state.put_back()
         return ""
 
-    def _in_dygraph(self, moved: bool) -> DygraphRun:
+    def _in_dygraph(self, moved_by: int) -> DygraphRun:
         state = self._state
-        with isolated({"": state}, moved=moved) as leaves:
-            seen = self._run(self._forward.eager, leaves, state.buffers, moved=moved)
+        with isolated({"": state}, moved_by=moved_by) as leaves:
+            seen = self._run(self._forward.eager, leaves, state.buffers, moved_by)
             unseen = [
                 f"eager execution sets '{name}', and a Program does not" for name in state.changes()
             ]
@@ -356,18 +356,17 @@ class _Comparison:
         call: Callable[..., Any],
         leaves: Mapping[str, paddle.Tensor],
         buffers: Callable[[], Mapping[str, Any]],
-        *,
-        moved: bool = False,
+        moved_by: int = 0,
     ) -> dict[str, Any]:
         """Everything that can be seen of a forward and, of a training step, of its backward."""
-        args = _nested.map_tensors(moved_by_last_bit if moved else clone, self._args)
+        args = _nested.map_tensors(lambda one: moved(one, moved_by), self._args)
         inputs = [*_nested.tensors_in(args)]
         outputs = [*_nested.tensors_in(call(*args))]
         seen = {f"output {number}": on_host(one) for number, one in enumerate(outputs)}
         if self._backward:
             roots = [one for one in outputs if not one.stop_gradient]
             if roots:
-                paddle.autograd.backward(roots, [cotangent(one, moved=moved) for one in roots])
+                paddle.autograd.backward(roots, [cotangent(one, moved_by) for one in roots])
             for number, one in enumerate(inputs):
                 if not one.stop_gradient:
                     seen[f"{GRADIENT_OF}input {number}"] = on_host(one.grad)

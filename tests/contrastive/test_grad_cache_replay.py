@@ -14,7 +14,7 @@ from paddle.base import core
 from paddle_recompute import GradCache, compile_model
 from paddle_recompute._paddle import amp as tracer_state
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
-from paddle_recompute.errors import RecomputeError
+from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.recompute import is_recomputing
 from paddle_recompute.replay import Reach, call
 from tests.contrastive.encoders import (
@@ -144,6 +144,29 @@ def test_the_amp_state_is_that_of_the_first_forward_and_off_in_the_backward() ->
     assert first == [(False, "AmpLevel.O1", "bfloat16")] * (2 * CHUNKS)
     assert second == [(True, "AmpLevel.O1", "bfloat16")] * (2 * CHUNKS)
     assert Spy.levels == ["AmpLevel.O0"] * (1 + 2 * CHUNKS)  # of the loss, and of each chunk
+
+
+def test_float32_gradients_of_half_precision_parameters_are_refused() -> None:
+    """``paddle.amp.decorate`` does nothing on a CPU, so its state is set."""
+    encoder, state = Encoder(), tracer_state.global_amp_state()
+    before = dict(vars(state))
+    state.use_master_grad, state.model_parameters = True, encoder.parameters()
+    try:
+        GradCache(encoder, criterion, chunk_size=SIZE).backward(texts(1), texts(2))  # float32
+        encoder.to(dtype="bfloat16")
+        with pytest.raises(ConfigError, match="master_grad=False"):
+            GradCache(encoder, criterion, chunk_size=SIZE).backward(texts(1), texts(2))
+    finally:
+        vars(state).update(before)
+
+
+def test_amp_that_is_switched_off_keeps_the_dtype_that_grad_scaler_reads() -> None:
+    state = tracer_state.global_amp_state()
+    o1 = AmpState(core.AmpLevel.O1, "bfloat16", (set(), set()), True)
+    with paddle.amp.auto_cast(enable=False, dtype="bfloat16"), amp_state_of(o1):
+        with tracer_state.amp_off():
+            assert amp_state() is tracer_state.OFF
+        assert state.amp_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("size", [1, SIZE, BATCH])

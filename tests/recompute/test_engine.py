@@ -15,6 +15,7 @@ from paddle.autograd import PyLayer
 from paddle.nn import functional as F
 
 from paddle_recompute import recompute
+from paddle_recompute._paddle.fleet_recompute import fleet_recompute
 from paddle_recompute._paddle.gradients import on_gradient_added
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import recompute_wrapper
@@ -792,6 +793,17 @@ def test_other_saved_tensors_hooks_around(caplog: pytest.LogCaptureFixture) -> N
 
     assert_as_plain(outcome)
     assert "other saved_tensors_hooks are in force" in caplog.text
+
+
+def test_fleets_recompute_with_hooks_inside_names_patch_fleet() -> None:
+    block, x = Block(), leaf(3, 4)
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        return fleet_recompute(block, x, use_reentrant=False, preserve_rng_state=False)
+
+    with pytest.raises(RecomputeError, match=r"patch_fleet\(\)"):
+        recompute(function, x)
+    recompute(block, x).sum().backward()  # the refusal leaves no hooks behind
 
 
 def test_errors_of_paddles_own_stay_what_they_are() -> None:

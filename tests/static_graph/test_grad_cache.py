@@ -54,6 +54,14 @@ class Encoder(paddle.nn.Layer):
         return x if self.norm is None else self.norm(x)
 
 
+class Gated(Encoder):
+    """Paddle may compute in the memory of what is detached."""
+
+    def forward(self, x: Any) -> Any:
+        h = super().forward(x)
+        return h * paddle.nn.functional.sigmoid(h.detach())
+
+
 class TextEncoder(paddle.nn.Layer):
     """The mean of the vectors of a text's words; 0 is padding."""
 
@@ -183,6 +191,7 @@ COMPARED: dict[str, dict[str, Any]] = {
         "make": lambda: Encoder(statistics=True),
         "chunk_size": 4,
     },
+    "a detached factor": {"make": Gated},
     # Another size of the batch needs no other Program.
     "fewer pairs": {"batches": lambda step: [vectors(step, rows=PAIRS - step)]},
 }

@@ -189,6 +189,44 @@ def test_moments_under_the_name_of_the_optimizer_are_taken() -> None:
     assert_same_bits(values_of(model), values_of(other))
 
 
+KINDS = [
+    kind
+    for kind in vars(paddle.optimizer).values()
+    if isinstance(kind, type)
+    and issubclass(kind, paddle.optimizer.Optimizer)
+    and kind not in (paddle.optimizer.Optimizer, paddle.optimizer.LBFGS)  # LBFGS is refused
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda one: one.__name__)
+def test_the_state_of_every_optimizer_goes_out_and_in(kind: Any) -> None:
+    options = {"batch_num": 3} if kind.__name__ == "ASGD" else {}
+
+    def trained_as(values: Any = None, state: Any = None) -> tuple[Any, TrainStep]:
+        paddle.seed(1)
+        model = Routed()
+        optimizer = kind(learning_rate=0.01, parameters=model.parameters(), **options)
+        step = TrainStep(model, optimizer, loss_fn=loss_of)
+        if state is not None:
+            model.set_state_dict(values)
+            step.set_state_dict(state)
+        return model, step
+
+    model, step = trained_as()
+    for chosen in ((0,), (0, 1)):
+        step(batch(*chosen))
+    state = on_disk(step.state_dict())
+    other, again = trained_as(values_of(model), state)
+    assert_same_bits(on_disk(again.state_dict())["optimizer"], state["optimizer"])
+    for chosen in ((0, 1), (2,)):
+        for one in (step, again):
+            one(batch(*chosen))
+    assert_same_bits(values_of(model), values_of(other))
+    assert_same_bits(
+        on_disk(step.state_dict())["optimizer"], on_disk(again.state_dict())["optimizer"]
+    )
+
+
 class Forgetful(paddle.optimizer.AdamW):
     """Shows the moments of its first parameters only, as one rank of fleet's sharding does."""
 
