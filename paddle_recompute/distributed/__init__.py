@@ -11,6 +11,7 @@ from paddle_recompute.distributed import stop_request, withdrawals
 from paddle_recompute.distributed.agreement import (
     agree_on_options,
     agree_on_parameters,
+    agree_on_start,
     first_that_differs,
 )
 from paddle_recompute.distributed.control_client import (
@@ -19,6 +20,7 @@ from paddle_recompute.distributed.control_client import (
     peers,
     scope_of,
 )
+from paddle_recompute.distributed.digest import Digests
 from paddle_recompute.distributed.gathered import gathered
 from paddle_recompute.distributed.gloo_lane import Job, are_equal, fingerprint, lane_of
 from paddle_recompute.distributed.groups import device_group
@@ -27,6 +29,7 @@ from paddle_recompute.distributed.peer_state import Limits, Scope
 from paddle_recompute.distributed.ranks import (
     barrier,
     broadcast_from_rank0,
+    broadcast_tensors,
     buffers_of,
     ends_all_ranks,
     equal_buffers,
@@ -41,15 +44,18 @@ from paddle_recompute.distributed.stop_request import StopRequest
 from paddle_recompute.distributed.waiting_collectives import watched_on_device
 
 __all__ = [
+    "Digests",
     "Job",
     "Limits",
     "Scope",
     "StopRequest",
     "agree_on_options",
     "agree_on_parameters",
+    "agree_on_start",
     "are_equal",
     "barrier",
     "broadcast_from_rank0",
+    "broadcast_tensors",
     "buffers_of",
     "device_group",
     "ends_all_ranks",

@@ -59,7 +59,8 @@ class Travel:
         owner = {
             id(p): rank for rank, part in zip(self._scope.ranks, parts, strict=True) for p in part
         }
-        self._pieces = [piece for one in _segments(parameters) for piece in _pieces(one, owner)]
+        filled = [parameter for parameter in parameters if parameter.size]
+        self._pieces = [piece for one in _segments(filled) for piece in _pieces(one, owner)]
         self._of_lanes: list[list[Piece]] = [[] for _ in LANES]
         num_before = [0, 0]
         for piece in self._pieces:
@@ -113,7 +114,7 @@ def _segments(parameters: Sequence[paddle.Tensor]) -> list[list[paddle.Tensor]]:
     """`parameters` in runs of at most `SEGMENT_BYTES`, or of a part of the largest of them: there
     is a buffer in each lane.
     """
-    limit = min(SEGMENT_BYTES, max(map(_bytes, parameters)) // len(LANES))
+    limit = min(SEGMENT_BYTES, max(map(_bytes, parameters), default=0) // len(LANES))
     segments: list[list[paddle.Tensor]] = []
     size = limit
     for parameter in parameters:
