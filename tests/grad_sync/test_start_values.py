@@ -162,7 +162,7 @@ def check_each_difference_is_named_by_a_step_over_several_micro_batches() -> Non
 
 def check_a_parameter_of_the_loss_is_named_or_broadcast() -> None:
     for broadcasts in (False, True):
-        model, loss = made(), ContrastiveLoss(0.1, learnable_temperature=True)
+        model, loss = made().first, ContrastiveLoss(0.1, learnable_temperature=True)
         (own,) = loss.parameters()
         own.set_value(own.numpy() + dist.get_rank())
         optimizer = paddle.optimizer.SGD(0.1, parameters=[*model.parameters(), own])
