@@ -30,6 +30,7 @@ from paddle_recompute._paddle import (
     endpoint,
     flat,
     gradients,
+    guarded,
     layers,
     memory,
     saved_tensors,
@@ -458,44 +459,44 @@ def test_memory_of_a_device_that_is_not_counted_is_refused(monkeypatch: pytest.M
             memory.peak_bytes()
 
 
-def test_every_operator_of_paddle_asks_for_a_guarded_parameter() -> None:
-    """``parameter.__class__`` can be set; ``_C_ops``, ``_legacy_C_ops`` and the methods of
-    ``EagerParamBase`` are all there is to wrap (`_paddle.guarded`). In a process of its own; what
-    each use of a parameter does is in tests/offload/test_away.py.
-    """
+def test_a_parameter_takes_another_class() -> None:
+    weight = paddle.nn.Linear(2, 2).weight
+    guarded.guard(weight)
+    assert guarded.is_guarded(weight) and weight.shape == [2, 2]
+    assert isinstance(weight, paddle.base.framework.EagerParamBase)
+    guarded.unguard(weight)
+    assert type(weight) is paddle.base.framework.EagerParamBase
+    assert {"add_", "copy_", "fill_"} <= {*guarded.in_place_methods()}
+
+
+def test_no_operator_of_paddle_is_replaced() -> None:
+    """Nor the reference of any module of Paddle to one, by a model with everything."""
     code = """
+import sys
 import types
 import paddle
-from paddle_recompute._paddle import guarded
 
-def refuse(name, function, args, kwargs):
-    raise LookupError(name)
+def operators():
+    modules = [m for n, m in sys.modules.items() if n.partition(".")[0] == "paddle"]
+    return {
+        (module.__name__, name): value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, types.BuiltinFunctionType)
+    }
 
-guarded.guard_methods_and_operators(refuse, (property(lambda p: None), lambda p, zero=True: None))
-weight = paddle.nn.Linear(2, 2).weight
-guarded.guard(weight)
-assert isinstance(weight, paddle.base.framework.EagerParamBase) and weight.shape == [2, 2]
-x = paddle.ones([2, 2])
-for operators in (paddle._C_ops, paddle._legacy_C_ops):
-    left = [n for n, f in vars(operators).items() if isinstance(f, types.BuiltinFunctionType)]
-    assert not left, left
-guarded.unguard(weight)
-assert type(weight) is paddle.base.framework.EagerParamBase
-assert weight.sum().shape in ([], [1])
+before = operators()
+import paddle_recompute as ours
 
-# To wait for a parameter does not get at a guarded one beside it.
-guarded.wait_before_use(guarded.unguard)
-away, coming = (paddle.nn.Linear(2, 2).weight for _ in range(2))
-guarded.guard(away)
-for call in (lambda: coming + away, lambda: away + coming, lambda: paddle.add(coming, y=away),
-             lambda: paddle.concat([coming, away]), lambda: coming.matmul(away),
-             lambda: coming.__setitem__(0, away)):
-    guarded.wait_for(coming)
-    try:
-        call()
-    except LookupError:
-        continue
-    raise AssertionError("got at the memory of a guarded parameter")
+model = ours.OffloadSequential([paddle.nn.Linear(4, 4) for _ in range(2)], num_shards=2)
+optimizer = model.optimizer(lambda p: paddle.optimizer.AdamW(parameters=p))
+ours.TrainStep(model, optimizer, loss_fn=lambda m, x: m(x).mean())([paddle.ones([2, 4])])
+plain = paddle.nn.Linear(4, 4)
+ours.ShardedOptimizer(lambda p: paddle.optimizer.SGD(parameters=p), plain)
+after = operators()
+changed = {key for key, value in before.items() if after.get(key) is not value}
+written = {name for _, name in changed}
+assert {"run_backward", "run_partial_grad"} >= {*written}, changed
 """
     python("-c", code, timeout=300)
 

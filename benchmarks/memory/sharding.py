@@ -1,11 +1,11 @@
 """Two ranks, 64 MiB of parameters, AdamW: the plain optimizer beside `ShardedOptimizer`.
 
 16 blocks of ``Linear(1024, 1024)``, each recomputed, batch 64 per rank, float32, clipping.
-``overlap`` is ``ShardedOptimizer(..., overlap=True)``. Bytes are those of Paddle's allocator: the
-peak during the update of the third step, above what was there before the model. Time is the ratio
-within a round of one step of each variant, in one run; that of CPU time counts all threads of a
-rank. With ``--mbit``, the ranks are in two network namespaces with a link of that rate, and time by
-the clock is measured too; this needs root and iproute2.
+Bytes are those of Paddle's allocator: the peak during the update of the third step, above what was
+there before the model. Time is the ratio within a round of one step of each variant, in one run;
+that of CPU time counts all threads of a rank. With ``--mbit``, the ranks are in two network
+namespaces with a link of that rate, and time by the clock is measured too; this needs root and
+iproute2.
 
     python -m benchmarks.memory.sharding [--rounds N] [--mbit RATE]
 """
@@ -35,7 +35,7 @@ from paddle_recompute import (
 from paddle_recompute._paddle import memory as _memory
 
 BLOCKS, WIDTH, ROWS, RANKS = 16, 1024, 64, 2
-VARIANTS = ("replicated", "sharded", "overlap")
+VARIANTS = ("replicated", "sharded")
 MIB = 2**20
 FORMULAS = (
     "The formula is 8 P bytes for P parameters and gradients of float32, and 8 bytes for each "
@@ -56,7 +56,7 @@ def model_and_optimizer(variant: str) -> tuple[paddle.nn.Layer, Any]:
     apply_recompute(model, RecomputeConfig(enable=True, checkpoints=["*"]))
     if variant == "replicated":
         return model, adamw(model.parameters())
-    return model, ShardedOptimizer(adamw, model, overlap=variant == "overlap")
+    return model, ShardedOptimizer(adamw, model)
 
 
 def bytes_of(variant: str) -> dict[str, int]:
@@ -73,7 +73,6 @@ def bytes_of(variant: str) -> dict[str, int]:
             model(paddle.randn([ROWS, WIDTH])).square().mean().backward()
         _memory.reset_peak()
         optimizer.step()
-        wait_for(model)
         peak = _memory.peak_bytes() - before
         optimizer.clear_grad(set_to_zero=False)
     sizes = {one.name: int(one.size * one.element_size()) for one in model.parameters()}
@@ -86,23 +85,13 @@ def bytes_of(variant: str) -> dict[str, int]:
     }
 
 
-def wait_for(model: paddle.nn.Layer) -> None:
-    """Return when no parameter travels."""
-    for parameter in model.parameters():
-        parameter.data_ptr()
-
-
 def seconds_of(rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(CPU seconds, seconds) of the second of two steps of each variant, round by round.
-
-    Its forward waits for what the first has sent.
-    """
-    models: dict[str, paddle.nn.Layer] = {}
+    """(CPU seconds, seconds) of the second of two steps of each variant, round by round."""
     steps: dict[str, Callable[[], Any]] = {}
     for variant in VARIANTS:
-        models[variant], optimizer = model_and_optimizer(variant)
+        model, optimizer = model_and_optimizer(variant)
         step = TrainStep(
-            models[variant],
+            model,
             optimizer,
             loss_fn=lambda m, x: m(x).square().mean(),
             clip_grad_norm=1.0,
@@ -117,7 +106,6 @@ def seconds_of(rounds: int) -> dict[str, list[tuple[float, float]]]:
             if number >= 2:
                 taken = time.process_time() - cpu, time.perf_counter() - clock
                 found[variant].append(taken)
-            wait_for(models[variant])
     return found
 
 
@@ -184,8 +172,7 @@ def main() -> None:
             "",
             f"Each rank receives {travels / MIB:.1f} MiB of parameters in an update, which takes "
             f"the link {link:.0f} ms without headers. A step took {more['sharded']:.0f} ms more "
-            f"than replicated; with overlap {more['overlap']:.0f} ms, of which the forward hides "
-            f"{more['sharded'] - more['overlap']:.0f} ms.",
+            "than replicated.",
         ]
     command, topic = "python -m benchmarks.memory.sharding", "sharding"
     title = "Optimizer state spread over two ranks"

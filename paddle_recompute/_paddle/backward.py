@@ -115,8 +115,6 @@ def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Cal
         retain = kwargs.get("retain_graph", args[position] if len(args) > position else False)
         creates = partial and kwargs.get("create_graph", args[4] if len(args) > 4 else False)
         call = Backward(bool(retain), partial, bool(creates))
-        for tell in _before:
-            tell()
         grad_enabled = paddle.is_grad_enabled()
         _running.calls.append(call)
         try:
@@ -144,14 +142,7 @@ def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Cal
     return run
 
 
-_before: list[Callable[[], None]] = []
 _after: list[Callable[[], None]] = []
-
-
-def before_each_backward(tell: Callable[[], None]) -> None:
-    """Have `tell` called before each backward, in the thread of the caller."""
-    watch_backward()
-    _before.append(tell)
 
 
 def after_each_backward(tell: Callable[[], None]) -> Callable[[], None]:

@@ -15,6 +15,7 @@ import paddle
 from numpy.typing import NDArray
 from paddle.base import core
 
+from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import StaticGraphError
 
 
@@ -22,6 +23,31 @@ def is_on_host(tensor: paddle.Tensor) -> bool:
     """Whether the memory of `tensor` is the host's, pinned or not."""
     place = tensor.place
     return bool(place.is_cpu_place() or place.is_cuda_pinned_place())
+
+
+def can_view_bits(tensor: paddle.Tensor) -> bool:
+    """Whether `bits_of` serves: `tensor` is on a device, and that has the kernel.
+
+    Custom devices have it from 3.0. Can go with 2.6.
+    """
+    place = tensor.place
+    if place.is_custom_place() and paddle_version() < (3, 0, 0):
+        return False
+    return not is_on_host(tensor)
+
+
+def bits_of(tensor: paddle.Tensor, dtype: str) -> paddle.Tensor:
+    """The bits of `tensor` as integers of `dtype`, ``[n]``.
+
+    ``Tensor.view`` of another dtype has no kernel with ``FLAGS_use_stride_kernel=0`` (2.6, 3.x).
+    """
+    flag = "FLAGS_use_stride_kernel"
+    before = paddle.get_flags(flag)
+    paddle.set_flags({flag: True})
+    try:
+        return tensor.detach().reshape([-1]).view(dtype)
+    finally:
+        paddle.set_flags(before)
 
 
 def to_host(tensor: paddle.Tensor) -> paddle.Tensor:

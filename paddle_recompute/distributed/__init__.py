@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paddle_recompute.distributed.agreement import (
         agree_on_options,
         agree_on_parameters,
+        agree_on_start,
         differences,
         first_that_differs,
     )
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         peers,
         scope_of,
     )
+    from paddle_recompute.distributed.digest import Digests
     from paddle_recompute.distributed.gathering import gathered
     from paddle_recompute.distributed.gloo_lane import Job, are_equal, fingerprint, lane_of
     from paddle_recompute.distributed.groups import device_group
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from paddle_recompute.distributed.ranks import (
         barrier,
         broadcast_from_rank0,
+        broadcast_tensors,
         buffers_of,
         ends_all_ranks,
         equal_buffers,
@@ -53,15 +56,18 @@ if TYPE_CHECKING:
     from paddle_recompute.distributed.waiting_collectives import watched_on_device
 
 __all__ = [
+    "Digests",
     "Job",
     "Limits",
     "Scope",
     "StopRequest",
     "agree_on_options",
     "agree_on_parameters",
+    "agree_on_start",
     "are_equal",
     "barrier",
     "broadcast_from_rank0",
+    "broadcast_tensors",
     "buffers_of",
     "connect_early",
     "connect_ranks",
@@ -93,8 +99,8 @@ __all__ = [
 
 
 _WITH_PADDLE = (
-    "agreement", "connection", "gathering", "gloo_lane", "groups", "numbers", "ranks", "sharing",
-    "stop_request", "waiting_collectives",
+    "agreement", "connection", "digest", "gathering", "gloo_lane", "groups", "numbers", "ranks",
+    "sharing", "stop_request", "waiting_collectives",
 )  # fmt: skip
 
 

@@ -50,7 +50,8 @@ def gathered(own: Mapping[str, Any], group: Group | None, keep: bool) -> dict[st
             for name, shape, dtype in entries:
                 is_own = rank == dist.get_rank()
                 tensor = _on_device(own[name]) if is_own else paddle.empty(shape, dtype)
-                dist.broadcast(tensor, src=rank, group=group)
+                if tensor.size:
+                    dist.broadcast(tensor, src=rank, group=group)
                 if is_own:
                     found[name] = own[name]
                 elif keep:

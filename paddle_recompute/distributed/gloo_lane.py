@@ -118,22 +118,6 @@ class Job(Generic[Result]):
             self._has_begun.set()
             self._done.set()
 
-    def wait_for(self, part: threading.Event) -> None:
-        """Return when `part` is set, which the function does.
-
-        Raises:
-            PeerError: A rank will not come, or a collective before has failed.
-            SyncError: The ranks are at different collectives.
-        """
-        peers().wait_until(
-            lambda seconds: part.wait(seconds) or self._done.is_set(),
-            self.label,
-            self.scope,
-            announces=False,
-        )
-        if not part.is_set():
-            self.wait()
-
     def wait(self) -> Result:
         """The result, when there is one.
 

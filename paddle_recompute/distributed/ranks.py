@@ -7,7 +7,7 @@ names it. The limits are those of the newest `GradientSync` of the process.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,11 +18,10 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.layers import saved_buffers
 from paddle_recompute.distributed import stop_request
-from paddle_recompute.distributed.agreement import first_that_differs
+from paddle_recompute.distributed.agreement import agree_on_parameters, first_that_differs
 from paddle_recompute.distributed.connection import is_distributed, is_gloo, peers, scope_of
 from paddle_recompute.distributed.gloo_lane import MAIN_LANE, lane_of
 from paddle_recompute.distributed.numbers import reduce_numbers
-from paddle_recompute.distributed.peer_state import Scope
 from paddle_recompute.distributed.waiting_collectives import watched_on_device
 from paddle_recompute.errors import DivergenceError, SyncError
 
@@ -99,10 +98,9 @@ def broadcast_from_rank0(model: paddle.nn.Layer, group: Group | None = None) -> 
     """
     if not is_distributed(group):
         return
-    scope = scope_of(group)
     tensors = dict(_tensors_of(model))
-    _broadcast(tensors, scope, group)
-    difference = first_that_differs(list(tensors.values()), scope)
+    broadcast_tensors(tensors, group)
+    difference = first_that_differs(list(tensors.values()), scope_of(group))
     if difference is not None:
         index, ranks = difference
         raise SyncError(
@@ -127,10 +125,12 @@ def equal_buffers(model: paddle.nn.Layer, group: Group | None = None) -> list[st
         PeerError: A rank has died, stopped or failed.
     """
     buffers = buffers_of(model)
-    if buffers and is_distributed(group):
-        scope = scope_of(group)
-        if first_that_differs(list(buffers.values()), scope) is not None:
-            _broadcast(buffers, scope, group)
+    if (
+        buffers
+        and is_distributed(group)
+        and first_that_differs([*buffers.values()], scope_of(group)) is not None
+    ):
+        broadcast_tensors(buffers, group)
     return list(buffers)
 
 
@@ -143,13 +143,36 @@ def buffers_of(model: paddle.nn.Layer) -> dict[str, paddle.Tensor]:
     }
 
 
-def _broadcast(tensors: dict[str, paddle.Tensor], scope: Scope, group: Group | None) -> None:
+def broadcast_tensors(tensors: Mapping[str, paddle.Tensor], group: Group | None = None) -> None:
+    """Give all ranks of `group` the values that its first rank has.
+
+    Args:
+        tensors: By name; of the same shapes and dtypes in the same order on every rank.
+        group: The ranks; None is all of them.
+
+    Raises:
+        SyncError: The ranks' shapes or dtypes differ.
+        PeerError: A rank has died, stopped or failed.
+    """
+    scope = scope_of(group)
+    agree_on_parameters([*tensors], [*tensors.values()], structured=False, scope=scope)
+
+    @paddle.no_grad()
     def broadcast_all() -> None:
-        with paddle.no_grad():
-            for tensor in tensors.values():
-                dist.broadcast(tensor, src=scope.ranks[0], group=group)
+        for tensor in tensors.values():
+            carrier = tensor
+            if tensor.dtype in _CARRIERS:
+                carrier = tensor.astype(_CARRIERS[tensor.dtype])
+            if tensor.size:
+                dist.broadcast(carrier, src=scope.ranks[0], group=group)
+            if carrier is not tensor:
+                paddle.assign(carrier.astype(tensor.dtype), tensor)
 
     run_collective(broadcast_all, f"the broadcast of {len(tensors)} tensors from rank 0", group)
+
+
+_CARRIERS = {paddle.bool: "uint8", paddle.int16: "int32"}
+"""Broadcast as other dtypes: gloo ends the process with "Unknown DataType" (2.6, 3.x)."""
 
 
 def mean_over_ranks(value: float, group: Group | None = None) -> float:

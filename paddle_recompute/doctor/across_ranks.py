@@ -41,7 +41,7 @@ def check_start(report: DoctorReport, model: paddle.nn.Layer) -> None:
             "ranks_start_different",
             list(tensors)[index],
             f"rank {', '.join(map(str, ranks))} starts from other values; set the same seed on "
-            "all ranks, or broadcast from rank 0 (paddle_recompute's Trainer does)",
+            "all ranks, or pass broadcast_parameters=True to GradientSync or TrainStep",
         )
 
 

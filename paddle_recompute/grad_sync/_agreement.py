@@ -39,6 +39,7 @@ from paddle_recompute.distributed import (
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._all_reduce import LANE, AllReducer
 from paddle_recompute.grad_sync._parameters import ParameterList, agree_on_trained
+from paddle_recompute.grad_sync._start import StartValues
 
 _logger = logging.getLogger("paddle_recompute")
 _num_made: Counter[tuple[int, ...]] = Counter()
@@ -116,12 +117,18 @@ class Agreement:
         parameters: Which of them take part must be the same everywhere.
         group: The ranks; None is all of them.
         all_reducer: Takes the loss on a device.
+        start: What is compared in the first step.
     """
 
     def __init__(
-        self, parameters: ParameterList, group: Group | None, all_reducer: AllReducer
+        self,
+        parameters: ParameterList,
+        group: Group | None,
+        all_reducer: AllReducer,
+        start: StartValues,
     ) -> None:
         self._parameters = parameters
+        self._start = start
         self._group = group
         self._scope = scope_of(group)
         self._all_reducer = all_reducer
@@ -158,6 +165,7 @@ class Agreement:
         flags, total = StepFlags(*(flag > 0 for flag in sums[:3])), sums[11]
         if not are_equal(sums[3:7], size):
             self._explain(report)
+        self._start.end()
         differ = not are_equal(sums[7:11], size)
         if sums[12] > 0:
             withdrawals.follow()
@@ -190,7 +198,8 @@ class Agreement:
 
     def _terms(self, report: StepReport) -> str:
         told = json.dumps(dict(report.terms), sort_keys=True)
-        return f"{self._number} {self._parameters.digest} {report.count is None} {told}"
+        start = self._start.digest()
+        return f"{self._number} {self._parameters.digest} {start} {report.count is None} {told}"
 
     def _explain(self, report: StepReport) -> None:
         numbers = values_of_ranks(self._number, "which GradientSync", self._group)
@@ -201,6 +210,7 @@ class Agreement:
                 "must call them in the same order"
             )
         agree_on_trained(self._parameters, self._scope)
+        self._start.explain(self._scope)
         agree_on_options(report.terms, self._scope, of="TrainStep was called")
         raise SyncError(
             "the ranks do not do the same in this step: some call GradientSync through TrainStep, "

@@ -23,6 +23,7 @@ from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepFlags, StepReport
 from paddle_recompute.grad_sync._all_reduce import AllReducer
 from paddle_recompute.grad_sync._parameters import ParameterList, refuse_main_grad
+from paddle_recompute.grad_sync._start import StartValues
 from paddle_recompute.grad_sync._timeline import Timeline
 
 _ADVICE = "Use sync mode 'fused' or 'overlap', which synchronize it."
@@ -34,12 +35,12 @@ class FleetReduction:
     num_early = 0
     """Nothing is sent before the backward has ended."""
 
-    def __init__(self, listed: ParameterList, group: Group | None) -> None:
+    def __init__(self, listed: ParameterList, group: Group | None, start: StartValues) -> None:
         self._listed = listed
         self._group = group
         all_reducer = AllReducer(group)
         self._is_gloo = all_reducer.is_gloo
-        self._agreement = Agreement(listed, group, all_reducer)
+        self._agreement = Agreement(listed, group, all_reducer, start)
         self.timeline: Timeline | None = None
         """The last step's times; without buckets, as Paddle does not tell about them."""
         self._refuse_unsupported()

@@ -53,6 +53,7 @@ from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._codec import Codec
 from paddle_recompute.grad_sync._parameters import ParameterList, refuse_main_grad
 from paddle_recompute.grad_sync._sent import SentGradients
+from paddle_recompute.grad_sync._start import StartValues
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
 _logger = logging.getLogger("paddle_recompute")
@@ -95,6 +96,7 @@ class BucketedReduction:
         self,
         listed: ParameterList,
         group: Group | None,
+        start: StartValues,
         *,
         bucket_bytes: int,
         first_bucket_bytes: int,
@@ -110,7 +112,7 @@ class BucketedReduction:
         self._warns_of_unused = not expects_unused
         self._codec = codec
         self._all_reducer = AllReducer(group)
-        self._agreement = Agreement(listed, group, self._all_reducer)
+        self._agreement = Agreement(listed, group, self._all_reducer, start)
         self._expected: dict[int, int] = {}
         """How often the last backward adds to each gradient."""
         self._buckets: list[Bucket] = []

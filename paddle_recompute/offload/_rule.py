@@ -1,66 +1,77 @@
-"""The rule of a parameter that is away: its values come and go as a whole, all else is refused.
+"""The rule of a parameter that is away: its values come and go as a whole.
 
-There is one place where it is enforced, `_call`: every method of such a parameter and every
-operator that is given it comes here (`_paddle.guarded`), wherever its memory is at the moment.
-``numpy()`` reads the values and ``set_value()`` writes them. Inside of `resident` the parameter is
-an ordinary one.
+``numpy()`` reads the values and ``set_value()`` writes them. An operator that is given the
+parameter raises by itself: it has no memory. Refused here is what would go wrong in silence: its
+gradient, views, copies, writing in place. While its shard computes, its memory is there, and an
+operator takes it. Inside of `resident` the parameter is an ordinary one.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import paddle
+from numpy.typing import NDArray
 
-from paddle_recompute import _nested
 from paddle_recompute._paddle import guarded
 from paddle_recompute.errors import OffloadError
-from paddle_recompute.offload._away import away_of
+from paddle_recompute.offload._away import Away, away_of
 
 _RESIDENT = (
     "Inside `with resident(model):` (of paddle_recompute.offload) it is on the device, with its "
     "gradient"
 )
+_VIEWS_AND_COPIES = ("detach", "cpu", "cuda", "pin_memory", "__dlpack__", "data_ptr")
+"""Empty or arbitrary without memory (2.6, 3.x)."""
 
 
 @functools.cache
 def enforce() -> None:
     """Enforce the rule from now on."""
     gradient = property(_refuse_gradient, _set_gradient)
-    guarded.guard_methods_and_operators(_call, (gradient, _clear))
-
-
-def _call(
-    name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    given = _guarded_in((args, kwargs))
-    parameter = given[0]
-    away = away_of(parameter)
-    assert away is not None
-    if args and len(given) == 1 and parameter is args[0]:
-        if name == "numpy":
-            return away.numpy()
-        if name == "__array__":
-            return np.asarray(away.numpy(), *args[1:], **kwargs)
-        if name == "set_value":
-            return away.set_value(*args[1:], **kwargs)
-    if name == "paddle.grad" and not _guarded_in(args[:3]):
-        return function(*args, **kwargs)  # among no_grad_vars: names it, and does not look at it
-    raise OffloadError(
-        f"{name} of {parameter.name}, which is offloaded: it is on the device while its shard "
-        "computes. numpy() reads it, set_value() writes to it, and state_dict() has copies in "
-        f"host memory. {_RESIDENT}, for a penalty on it too"
+    refused = (*guarded.in_place_methods(), *_VIEWS_AND_COPIES)
+    guarded.replace_methods(
+        {
+            **{name: _refused(name) for name in refused},
+            "grad": gradient,
+            "grad_": gradient,
+            "_grad_ivar": _refuse_gradient,
+            "gradient": _refuse_gradient,
+            "clear_gradient": _clear,
+            "clear_grad": _clear,
+            "set_value": lambda parameter, value: _away(parameter).set_value(value),
+            "__array__": _array,
+            "__deepcopy__": lambda parameter, memo: _away(parameter).__reduce_ex__(2),
+            "__reduce_ex__": lambda parameter, protocol: _away(parameter).__reduce_ex__(protocol),
+        }
     )
 
 
-def _guarded_in(value: Any) -> list[paddle.Tensor]:
-    return [leaf for _, leaf in _nested.named_leaves(value) if guarded.is_guarded(leaf)]
+def _away(parameter: paddle.Tensor) -> Away:
+    away = away_of(parameter)
+    assert away is not None
+    return away
 
 
-def _refuse_gradient(parameter: paddle.Tensor) -> None:
+def _array(parameter: paddle.Tensor, *args: Any, **kwargs: Any) -> NDArray[Any]:
+    return np.asarray(_away(parameter).numpy(), *args, **kwargs)
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(parameter: paddle.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise OffloadError(
+            f"{name} of {parameter.name}, which is offloaded: it is on the device while its shard "
+            "computes. numpy() reads it, set_value() writes to it, and state_dict() has copies in "
+            f"host memory. {_RESIDENT}, for a penalty on it too"
+        )
+
+    return refuse
+
+
+def _refuse_gradient(parameter: paddle.Tensor) -> NoReturn:
     raise OffloadError(
         f"the gradient of {parameter.name} is with its shard, which is offloaded, and cannot be "
         f"read or set here. {_RESIDENT}. With offload='ranks' use offload='host' for that"
@@ -74,8 +85,7 @@ def _set_gradient(parameter: paddle.Tensor, gradient: Any) -> None:
 
 
 def _clear(parameter: paddle.Tensor, set_to_zero: bool = True) -> None:
-    away = away_of(parameter)
-    assert away is not None
+    away = _away(parameter)
     gradients = away.gradients()
     if gradients is not None:
         gradients.clear([away.index], set_to_zero=set_to_zero)

@@ -68,8 +68,6 @@ from paddle_recompute.recompute._offload import InputStorage
 from paddle_recompute.replay import REPETITION_ADVICE, Call, Stamp, is_written_since
 from paddle_recompute.replay import stamp as stamp_of
 
-watch_hooks()
-
 
 class FrameTicket(Kept):
     """A placeholder in the graph for a tensor of a frame; after a second run of the frame, the
@@ -308,6 +306,7 @@ class Frame:
             had_gradients = set_gradients(True)
             begin_recording(again)
             # On a tensor from outside, the hook of the first forward is there already.
+            watch_hooks()
             hooks = begin_passing_hooks()
             try:
                 result = call.repeat(args, kwargs)

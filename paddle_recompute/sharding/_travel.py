@@ -1,6 +1,6 @@
 """Updated parameters travel from their owners to the other ranks, segment by segment.
 
-They can travel while the next forward runs, in its order (`_settling`). With gloo, what the ranks
+With gloo, what the ranks
 of even and of odd place own travels at a time, so that a link between two ranks is used in both
 directions; and each in two lanes: one sends while the other waits for its receivers. A device has a
 stream for it.
@@ -9,8 +9,6 @@ stream for it.
 from __future__ import annotations
 
 import functools
-import itertools
-import threading
 from collections.abc import Sequence
 
 import paddle
@@ -19,17 +17,13 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.flat import joined
 from paddle_recompute._paddle.layers import is_parameter
-from paddle_recompute._paddle.travelling import over_same_memory
 from paddle_recompute.distributed import (
     Scope,
-    device_group,
     is_gloo,
     lane_of,
     run_collective,
     scope_of,
-    watched_on_device,
 )
-from paddle_recompute.sharding._settling import expect
 
 SEGMENT_BYTES = 4 * 2**20
 """The most that is joined into one buffer."""
@@ -57,7 +51,8 @@ class Travel:
         self._group = group
         ranks = self._scope.ranks
         owner = {id(p): rank for rank, part in zip(ranks, parts, strict=True) for p in part}
-        self._pieces = [piece for one in _segments(parameters) for piece in _pieces(one, owner)]
+        filled = [parameter for parameter in parameters if parameter.size]
+        self._pieces = [piece for one in _segments(filled) for piece in _pieces(one, owner)]
         self._of_lanes: list[list[Piece]] = [[] for _ in LANES]
         num_before = [0, 0]
         for piece in self._pieces:
@@ -73,15 +68,10 @@ class Travel:
         """With the limits of now: those of a `GradientSync` that was made later count, too."""
         return scope_of(self._group)
 
-    def begin(self, number: int, overlap: bool) -> None:
-        """Give every rank what the owners have after update `number`.
-
-        With `overlap` it returns at once: see `_settling`.
-        """
+    def send(self, number: int) -> None:
+        """Give every rank what the owners have after update `number`."""
         label = f"the parameters of update {number} from their owners"
-        if overlap:
-            (self._begin_in_lanes if self._is_gloo else self._begin_on_device)(label)
-        elif not self._is_gloo:
+        if not self._is_gloo:
             run_collective(lambda: _carry_all(self._pieces, self._group), label, self._group)
         else:
             for job in [
@@ -90,33 +80,12 @@ class Travel:
             ]:
                 job.wait()
 
-    def _begin_in_lanes(self, label: str) -> None:
-        jobs = []
-        for name, pieces in zip(LANES, self._of_lanes, strict=True):
-            arrived = [threading.Event() for _ in pieces]
-            # Not the parameters themselves, for which a lane would wait, as everybody does.
-            shared = [(owner, [*map(over_same_memory, tensors)]) for owner, tensors in pieces]
-            carry = functools.partial(_carry_all, shared, arrived=arrived)
-            job = lane_of(self._scope, name).begin(carry, label)
-            jobs += [(tensors, job, e) for (_, tensors), e in zip(pieces, arrived, strict=True)]
-        for tensors, job, event in jobs:
-            expect(tensors, functools.partial(job.wait_for, event))
-
-    def _begin_on_device(self, label: str) -> None:
-        """On a stream of the device; who uses a parameter lets its stream wait for that one."""
-        group = device_group(self._scope.ranks, "sharded parameters")
-        with watched_on_device(label, self._scope):
-            for owner, tensors in self._pieces:
-                for one in tensors:
-                    task = dist.broadcast(one, src=owner, group=group, sync_op=False)
-                    expect([one], task.wait)
-
 
 def _segments(parameters: Sequence[paddle.Tensor]) -> list[list[paddle.Tensor]]:
     """`parameters` in runs of at most `SEGMENT_BYTES`, or of a part of the largest of them: there
     is a buffer in each lane.
     """
-    limit = min(SEGMENT_BYTES, max(map(_bytes, parameters)) // len(LANES))
+    limit = min(SEGMENT_BYTES, max(map(_bytes, parameters), default=0) // len(LANES))
     segments: list[list[paddle.Tensor]] = []
     size = limit
     for parameter in parameters:
@@ -136,13 +105,9 @@ def _pieces(segment: Sequence[paddle.Tensor], owner: dict[int, int]) -> list[Pie
 
 
 @paddle.no_grad()
-def _carry_all(
-    pieces: Sequence[Piece], group: Group | None = None, arrived: Sequence[threading.Event] = ()
-) -> None:
-    for (owner, tensors), event in itertools.zip_longest(pieces, arrived):
+def _carry_all(pieces: Sequence[Piece], group: Group | None = None) -> None:
+    for owner, tensors in pieces:
         _carry(owner, tensors, group)
-        if event is not None:
-            event.set()
 
 
 def _carry(owner: int, tensors: Sequence[paddle.Tensor], group: Group | None) -> None:

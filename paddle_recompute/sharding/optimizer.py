@@ -10,7 +10,6 @@ import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.updates import MASTERS, SCHEDULE, owner_of_state, part_of_state
-from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.distributed import (
     agree_on_parameters,
@@ -22,7 +21,6 @@ from paddle_recompute.distributed import (
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
 from paddle_recompute.replay import note_write
 from paddle_recompute.sharding._owners import check_model, check_optimizer, parts_of_ranks
-from paddle_recompute.sharding._settling import are_coming, settle
 from paddle_recompute.sharding._travel import Travel
 
 
@@ -61,7 +59,6 @@ class ShardedOptimizer:
         model: paddle.nn.Layer,
         group: Group | None = None,
         *,
-        overlap: bool = False,
         debug: bool = False,
     ) -> None:
         """Make the optimizer of what this rank owns. Every rank of `group` calls this.
@@ -71,30 +68,15 @@ class ShardedOptimizer:
             model: Its trained parameters are updated; the same Layer on every rank. Where a loss
                 has parameters too: ``paddle.nn.LayerDict({"model": model, "loss": loss})``.
             group: The data-parallel ranks; None is all of them.
-            overlap: On Paddle 3: `step` returns before the new values are here. They travel during
-                the next forward, and operators, methods and collectives of Paddle wait for each
-                parameter. What reads its memory otherwise gets the old value, without an error: an
-                alias made before (``detach``, ``reshape``), a method called by its class
-                (``paddle.Tensor.numpy(parameter)``), a subclass of ``list`` or ``tuple`` as an
-                argument of an operator, C++.
             debug: Compare the parameters of all ranks after each update, bit by bit; takes about
-                1 s per GB. Not with `overlap`.
+                1 s per GB.
 
         Raises:
             ConfigError: `model` or the optimizer cannot be sharded; the message says what to use.
             SyncError: The ranks have different parameters.
         """
-        if overlap and debug:
-            raise ConfigError(
-                "overlap=True does not go with debug=True, which waits for all values"
-            )
-        if overlap and paddle_version() < (3, 0, 0):
-            raise ConfigError(
-                "overlap=True needs Paddle 3: on 2.6 a Program that is made meanwhile ends the "
-                "travel; use overlap=False"
-            )
         self._model, self._group = model, group
-        self._overlap, self._debug = overlap, debug
+        self._debug = debug
         ranks = scope_of(group).ranks if is_distributed(group) else (0,)
         self._parameter_list = check_model(model, len(ranks))
         self._known = {id(parameter) for parameter in self._parameter_list}
@@ -119,13 +101,10 @@ class ShardedOptimizer:
     @property
     def is_updating(self) -> bool:
         """Whether an update has begun and not reached all ranks; true after one that failed."""
-        return self._is_updating or are_coming(self._parameter_list)
+        return self._is_updating
 
     def step(self) -> None:
         """Update what this rank owns, and take what the others have updated.
-
-        With ``overlap`` the new values travel while the program goes on; who uses a parameter waits
-        for it, and gets the error of a rank that has died meanwhile.
 
         Raises:
             ConfigError: A parameter was added or unfrozen.
@@ -151,7 +130,7 @@ class ShardedOptimizer:
             for parameter in self._parameter_list:
                 if parameter.grad is not None:
                     note_write(parameter)
-            self._travel.begin(self._num_updates, self._overlap)
+            self._travel.send(self._num_updates)
             if self._debug:
                 self._compare()
         self._is_updating = False
@@ -234,7 +213,6 @@ class ShardedOptimizer:
         return dict(own) if self._travel is None else gathered(own, self._group, keep)
 
     def _check_whole(self) -> None:
-        settle(self._parameter_list)
         if self._is_updating:
             raise SyncError(
                 f"update {self._num_updates} of the ShardedOptimizer did not reach all ranks, so "

@@ -15,13 +15,16 @@ from paddle.optimizer import lr
 from paddle_recompute import _nested
 from paddle_recompute._paddle.static import ranks, training
 from paddle_recompute.distributed import (
+    Digests,
     Limits,
+    agree_on_start,
     are_equal,
     ends_all_ranks,
     fingerprint,
     is_distributed,
     mean_over_ranks,
     peers,
+    scope_of,
     sum_over_ranks,
 )
 from paddle_recompute.errors import (
@@ -166,6 +169,7 @@ class StaticTrainStep:
                 self._builder, model, self._loss, self._in_dygraph_backward, called
             )
         self._state_to_set: dict[str, Any] = {}
+        self._has_begun = False
 
     @ends_all_ranks()
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
@@ -183,6 +187,7 @@ class StaticTrainStep:
                 gradients are switched off.
             DataError: A micro-batch differs from the first in structure, shapes or dtypes; or its
                 loss is over the rows of all ranks, and the ranks have different numbers of rows.
+            SyncError: In the first step: parameters or buffers have other values on other ranks.
             DivergenceError: Loss or gradient is not finite. The parameters are not usable: continue
                 from the last checkpoint.
         """
@@ -195,6 +200,9 @@ class StaticTrainStep:
         if self._built is None:
             self.build(micro_batches[0])
         built = self._known()
+        if not self._has_begun:
+            _check_start(built)
+            self._has_begun = True
         started = time.perf_counter()
         feeds = [built.fed(one) for one in micro_batches]
         counts = [
@@ -409,6 +417,18 @@ def _check_ranks() -> None:
         raise StaticGraphError(
             f"the launch has {paddle.distributed.get_world_size()} ranks, but they are not "
             "connected; call paddle.distributed.init_parallel_env() before StaticTrainStep"
+        )
+
+
+def _check_start(built: Built) -> None:
+    if is_distributed():
+        values = built.state.read()["model"]
+        agree_on_start(
+            [*values],
+            Digests(values.values()).values(),
+            scope_of(None),
+            "Give model and set_state_dict() the same weights on every rank, for example by "
+            "broadcast_from_rank0(model) of paddle_recompute.distributed",
         )
 
 

@@ -177,6 +177,8 @@ def synchronization_of(
     optimizer: paddle.optimizer.Optimizer,
     parameters: list[paddle.Tensor],
     cache: GradCache | None,
+    *,
+    broadcast_parameters: bool,
 ) -> GradientSync:
     """The `GradientSync` of a step: over all of `parameters`; that of `cache`, if it has one.
 
@@ -185,19 +187,29 @@ def synchronization_of(
     """
     in_model = {id(parameter) for parameter in model.parameters()}
     besides = [parameter for parameter in parameters if id(parameter) not in in_model]
+    has_own = isinstance(given, GradientSync) or (cache is not None and cache.sync is not None)
+    if broadcast_parameters and has_own:
+        raise ConfigError(
+            "broadcast_parameters=True was given to TrainStep with a GradientSync; give it to that "
+            "GradientSync"
+        )
     if isinstance(given, GradientSync):
         sync = given
     elif cache is not None and cache.sync is not None:
         sync = cache.sync
     elif not besides:
-        sync = GradientSync(model, mode=given)
+        sync = GradientSync(model, mode=given, broadcast_parameters=broadcast_parameters)
     elif isinstance(model, paddle.DataParallel) and cache is None:
         raise ConfigError(
             f"the optimizer updates {', '.join(p.name for p in besides)}, and the model in "
             "paddle.DataParallel does not have it; pass the bare Layer, which is synchronized here"
         )
     else:
-        sync = GradientSync(lambda: all_parameters(model.parameters(), optimizer), mode=given)
+        sync = GradientSync(
+            lambda: all_parameters(model.parameters(), optimizer),
+            mode=given,
+            broadcast_parameters=broadcast_parameters,
+        )
     if cache is not None and cache.sync is not None and cache.sync is not sync:
         raise ConfigError(
             "grad_cache has a GradientSync, and sync is another one; leave one of them out"

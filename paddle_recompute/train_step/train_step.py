@@ -39,7 +39,7 @@ from paddle_recompute.train_step.parameters import (
     offload_optimizer,
     synchronization_of,
 )
-from paddle_recompute.train_step.step import StepResult
+from paddle_recompute.train_step.step import LOSS_PREFIX, StepResult
 from paddle_recompute.train_step.unread_steps import Outcome, UnreadSteps, divergence, read_all
 
 
@@ -108,8 +108,12 @@ class TrainStep:
         amp: AmpConfigs | None = None,
         num_examples: Callable[[Any], float] | None = None,
         loss: paddle.nn.Layer | None = None,
+        broadcast_parameters: bool = False,
     ) -> None:
         """Set up the step; with several ranks they agree here on the parameters.
+
+        In the first step the ranks compare the values of parameters and buffers, those of the loss
+        too; see `GradientSync`.
 
         Args:
             model: The Layer to train, bare or in ``paddle.DataParallel``.
@@ -139,6 +143,7 @@ class TrainStep:
                 it is the loss of `grad_cache`.
             loss: The Layer of the loss, if it has parameters of its own (a learnable temperature):
                 `state_dict` names them after it. That of `grad_cache` need not be given.
+            broadcast_parameters: See `GradientSync`; not with one in `sync`, which has its own.
 
         Raises:
             ConfigError: `accumulate_steps` or `clip_grad_norm` is not positive, not one of
@@ -156,7 +161,12 @@ class TrainStep:
         self._parameters = TrainedParameters(model, optimizer)
         self._loaded: dict[str, Any] = {}
         self._sync = synchronization_of(
-            sync, model, optimizer, self._parameters.trained, grad_cache
+            sync,
+            model,
+            optimizer,
+            self._parameters.trained,
+            grad_cache,
+            broadcast_parameters=broadcast_parameters,
         )
         check_sharded(model, optimizer, self._sync)
         self._backward: Backward
@@ -167,6 +177,9 @@ class TrainStep:
             assert loss_fn is not None
             self._backward = PlainBackward(model, loss_fn, self._sync, self.autocast)
         self._loss = loss
+        self._sync.add_start_values(model)
+        if loss is not None:
+            self._sync.add_start_values(loss, LOSS_PREFIX)
         self.is_updating = False
         """Whether the optimizer changes parameters now; true after an update that failed."""
         self._accumulate_steps = accumulate_steps
@@ -207,6 +220,7 @@ class TrainStep:
                 "TrainStep was called under paddle.no_grad(), where nothing gets a gradient; call "
                 "it outside"
             )
+        self._sync.take_start_values()
         began = time.perf_counter()
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
         total = math.fsum(counts)

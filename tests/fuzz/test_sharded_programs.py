@@ -71,7 +71,7 @@ class Program:
         layers: The kind of each Layer of the chain.
         tied: Pairs of Layers of which the second has the weight of the first.
         frozen: Layers whose parameters are frozen from the beginning.
-        way: ``plain``, ``sharded``, ``overlap`` or ``ranks``; what is compared with ``plain``.
+        way: ``plain``, ``sharded`` or ``ranks``; what is compared with ``plain``.
         calls: Names of functions of `CALLS`, each with a number.
     """
 
@@ -96,7 +96,7 @@ def draw(seed: int) -> Program:
     if len(linear) > 2 and rng.random() < 0.4:
         tied.append((linear[0], linear[-1]))
     frozen = frozenset(int(i) for i in range(1, number) if rng.random() < 0.15)
-    ways = ["sharded", "ranks"] if paddle.__version__ < "3" else ["sharded", "overlap", "ranks"]
+    ways = ["sharded", "ranks"]
     names = [str(rng.choice([*CALLS])) for _ in range(int(rng.integers(4, 12)))]
     way, accumulate = str(rng.choice(ways)), int(rng.choice([1, 1, 2]))
     if way == "ranks":
@@ -175,8 +175,7 @@ class Run:
             if self.way == "plain":
                 self.optimizer = make_of(self.model.parameters())
             else:
-                options = {"overlap": self.way == "overlap"}
-                self.optimizer = ShardedOptimizer(make_of, self.model, **options)
+                self.optimizer = ShardedOptimizer(make_of, self.model)
         self.sync = GradientSync(self.model)
         self.step = TrainStep(
             self.model,

@@ -15,7 +15,7 @@ from paddle_recompute.errors import ConfigError, SyncError
 from paddle_recompute.sharding import parts_of_ranks
 from tests.distributed.mortal_ranks import results_of
 from tests.ranks import each_on_ranks
-from tests.sharding.runs import CLIPPING, WIDTH, Case, Net, Training, filled, make_of
+from tests.sharding.runs import CLIPPING, WIDTH, Case, Net, Training, make_of
 
 
 def sharded(model: paddle.nn.Layer, make: Any = None) -> ShardedOptimizer:
@@ -108,14 +108,14 @@ def worker_of_debug() -> str:
     training.run(0, 1)
     optimizer = training.optimizer
     foreign = [p for p in optimizer._parameter_list if p.name not in optimizer.owned]
-    begin = optimizer._travel.begin
+    send = optimizer._travel.send
 
-    def begin_and_write(number: int, overlap: bool) -> None:
-        begin(number, overlap)
+    def send_and_write(number: int) -> None:
+        send(number)
         if dist.get_rank() == 1:
             foreign[0].set_value(foreign[0] + 1)
 
-    optimizer._travel.begin = begin_and_write
+    optimizer._travel.send = send_and_write
     with pytest.raises(SyncError) as caught:
         training.run(1, 2)
     with pytest.raises(SyncError, match=r"did not reach all ranks|failed"):
@@ -142,12 +142,3 @@ def test_a_parameter_without_an_owner_is_refused() -> None:
     model.head.weight.stop_gradient = False
     with pytest.raises(ConfigError, match=r"was added or unfrozen.*make a new Sharded"):
         step([paddle.ones([2, WIDTH])])
-
-
-def test_overlap_is_refused_where_it_cannot_be_right() -> None:
-    model = filled(Net())
-    with pytest.raises(ConfigError, match="overlap=True does not go with debug=True"):
-        ShardedOptimizer(make_of("sgd"), model, overlap=True, debug=True)
-    if paddle.__version__ < "3":
-        with pytest.raises(ConfigError, match="overlap=True needs Paddle 3"):
-            ShardedOptimizer(make_of("sgd"), model, overlap=True)

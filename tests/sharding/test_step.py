@@ -14,7 +14,6 @@ from paddle_recompute import GradientSync, RecomputeConfig, ShardedOptimizer, ap
 from paddle_recompute.distributed import values_of_ranks
 from paddle_recompute.errors import RecomputeError, SyncError
 from paddle_recompute.planner.job import Job
-from paddle_recompute.sharding._settling import settle
 from tests.distributed.mortal_ranks import MortalRanks, results_of
 from tests.fake_device import selected
 from tests.host_reads import counted
@@ -103,18 +102,17 @@ test_on_two_ranks = each_on_ranks(
 
 def worker_whose_send_fails() -> list[str]:
     training = Training(Case(), sharded=True).run(0, 1)
-    send = training.optimizer._travel.begin
+    send = training.optimizer._travel.send
 
-    def begin(number: int, overlap: bool) -> None:
+    def fail(number: int) -> None:
         raise OSError("planted")
 
-    training.optimizer._travel.begin = begin
-    settle()
+    training.optimizer._travel.send = fail
     assert not training.optimizer.is_updating
     with pytest.raises(OSError, match="planted"):
         training.run(1, 2)
     assert training.optimizer.is_updating and training.step.is_updating
-    training.optimizer._travel.begin = send
+    training.optimizer._travel.send = send
     told = []
     calls: list[Callable[[], object]] = [training.optimizer.step, training.step.state_dict]
     for call in [*calls, training.optimizer.state_dict]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -18,6 +19,7 @@ import paddle_recompute
 from paddle_recompute import TrainStep, apply_recompute
 from paddle_recompute._paddle import memory
 from paddle_recompute.app.config import Config
+from paddle_recompute.distributed import barrier, peers
 from paddle_recompute.errors import (
     CheckpointError,
     ConfigError,
@@ -25,6 +27,7 @@ from paddle_recompute.errors import (
     DivergenceError,
     PaddleRecomputeError,
     StaticGraphError,
+    SyncError,
 )
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.static_graph._feeds import Feeds
@@ -368,6 +371,23 @@ def trained_on_ranks() -> dict[str, Trained]:
             losses += [result.loss, result.grad_norm]
         trained[name] = losses, step.state_dict()
     return trained
+
+
+def check_weights_of_another_rank_are_refused() -> None:
+    step = static_step(model=without_buffers, input_spec=ANY_SHAPE)
+    (batch,) = batches(1)
+    step.build(batch)
+    state = step.state_dict()
+    name = [*state["model"]][1]
+    state["model"][name] = state["model"][name] + paddle.distributed.get_rank()
+    step.set_state_dict(state)
+    with mock.patch.object(peers(), "fail"), pytest.raises(SyncError, match=f"'{name}' differs"):
+        step([batch])
+    barrier()
+
+
+def test_weights_of_another_rank_are_refused() -> None:
+    run_ranks(check_weights_of_another_rank_are_refused, 2)
 
 
 @pytest.fixture(scope="module")

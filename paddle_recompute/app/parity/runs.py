@@ -163,8 +163,10 @@ def _config_for(config: Config, run: str) -> Config:
 def _weights(config: Config, vocab_size: int) -> Arrays:
     """Those of rank 0: a model may draw them from a source that ``train.seed`` does not reach."""
     model = seeded_model(config, vocab_size)
-    broadcast_from_rank0(model)
-    state = _state(model, Objective(config, Chunks()))
+    objective = Objective(config, Chunks())
+    for layer in (model, objective.loss):
+        broadcast_from_rank0(layer)
+    state = _state(model, objective)
     return {name: tensor.numpy() for name, tensor in state.items()}
 
 

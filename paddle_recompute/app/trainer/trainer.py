@@ -227,6 +227,7 @@ class Trainer:
         probe = MemoryProbe(self.config, vocab_size, say=self._events.say)
         chunks = probe.choose_chunks(chunks_of(resumed, self.config))
         objective = Objective(self.config, chunks)
+        broadcast_from_rank0(objective.loss)
         section = self.config.recompute
         if not section.enable or section.policy != "budget":
             return objective, None, probe.measure(chunks)
