@@ -1,0 +1,675 @@
+"""What people put into a block of a model: the parts of the programs of habits.
+
+Every part is a Layer that maps ``[rows, WIDTH]`` to the same shape. An attribute whose name begins
+with ``twice_`` changes in both forwards, as the docstring of `recompute` says. All other attributes,
+buffers, gradients and random numbers must be those of the plain call.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import importlib
+import itertools
+import random
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import paddle
+from paddle.autograd import PyLayer
+
+Tensor = paddle.Tensor
+Layer = paddle.nn.Layer
+WIDTH = 4
+
+TEMPERATURE = 1.0
+SETTINGS = types.SimpleNamespace(temperature=1.0)
+LOCAL = threading.local()
+CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("temperature", default=1.0)
+CURRENT: contextvars.ContextVar[Any] = contextvars.ContextVar("layer", default=None)
+REGISTRY: dict[str, list[Any]] = {"layers": []}
+PARTS: dict[str, type[Layer]] = {}
+
+
+def part(name: str) -> Callable[[type[Layer]], type[Layer]]:
+    """Register a class of parts."""
+
+    def register(kind: type[Layer]) -> type[Layer]:
+        PARTS[name] = kind
+        return kind
+
+    return register
+
+
+def reset() -> None:
+    """State outside of Layers as at the start of a process."""
+    global TEMPERATURE
+    TEMPERATURE = SETTINGS.temperature = LOCAL.temperature = OfClass.temperature = 1.0
+    CONTEXT.set(1.0)
+    CURRENT.set(None)
+    REGISTRY["layers"] = []
+    layer_of.cache_clear()
+
+
+# ----------------------------------------------------------------------------------- usual Layers
+
+
+@part("linear")
+class Dense(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
+        self.dropout = paddle.nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(paddle.nn.functional.gelu(self.linear(x)))
+
+
+@part("layer norm")
+class Norm(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = paddle.nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+@part("batch norm")
+class Batch(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = paddle.nn.BatchNorm1D(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+@part("frozen batch norm")
+class FrozenBatch(Batch):
+    """Detection models put their BatchNorm into eval mode in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.eval()
+        return self.norm(x)
+
+
+@part("attention")
+class Attention(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = paddle.nn.MultiHeadAttention(WIDTH, 2, dropout=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x.reshape([1, -1, WIDTH])).reshape([-1, WIDTH])
+
+
+@part("lstm")
+class Recurrent(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = paddle.nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x.reshape([1, -1, WIDTH]))[0].reshape([-1, WIDTH])
+
+
+@part("weight norm")
+class Normed(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.utils.weight_norm(paddle.nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@part("spectral norm")
+class Spectral(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.utils.spectral_norm(paddle.nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@part("named parameters")
+class Named(Layer):
+    """Groups of an optimizer are told apart by names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = paddle.ParamAttr(learning_rate=0.5, need_clip=False)
+        self.linear = paddle.nn.Linear(WIDTH, WIDTH, weight_attr=weight, bias_attr=False)
+        self.gamma = self.create_parameter([1], default_initializer=ONE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.gamma
+
+
+ONE = paddle.nn.initializer.Constant(1.0)
+
+# ------------------------------------------------------------------------------ what is trained
+
+
+@part("adapters")
+class Adapters(Layer):
+    """A frozen Linear with two adapters, one of which is trained; both are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = paddle.nn.Linear(WIDTH, WIDTH)
+        self.down = paddle.nn.LayerList([paddle.nn.Linear(WIDTH, 2) for _ in range(2)])
+        self.up = paddle.nn.LayerList([paddle.nn.Linear(2, WIDTH) for _ in range(2)])
+        self.dropout = paddle.nn.Dropout(0.1)
+        self.active = 0
+        for parameter in self.base.parameters():
+            parameter.stop_gradient = True
+        self.train_adapter(0)
+
+    def train_adapter(self, number: int) -> None:
+        """Train one, freeze the other."""
+        for layers in (self.down, self.up):
+            for index, layer in enumerate(layers):
+                for parameter in layer.parameters():
+                    parameter.stop_gradient = index != number
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (
+            up(down(self.dropout(x))) for down, up in zip(self.down, self.up, strict=True)
+        )
+        return self.base(x) + first + 0.5 * second
+
+
+@part("one adapter")
+class OneAdapter(Adapters):
+    """Only the active adapter is computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up[self.active](self.down[self.active](self.dropout(x)))
+
+
+class FusedLinear(PyLayer):
+    """A product that adds the gradient of its weight to ``weight.main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return paddle.matmul(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensor()
+        of_weight = paddle.matmul(x, gradient, transpose_x=True)
+        if hasattr(weight, "main_grad"):
+            weight.main_grad.add_(of_weight)
+            of_weight = None
+        return paddle.matmul(gradient, weight, transpose_y=True), of_weight
+
+
+@part("fused linear")
+class Fused(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([WIDTH, WIDTH])
+        self.weight.main_grad = paddle.zeros([WIDTH, WIDTH])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FusedLinear.apply(x, self.weight)
+
+
+@part("fused linear with a gradient")
+class FusedWithGradient(Layer):
+    """No ``main_grad`` was set up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([WIDTH, WIDTH])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FusedLinear.apply(x, self.weight)
+
+
+class Reverse(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * -ctx.strength
+
+
+@part("gradient reversal")
+class Reversal(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reverse.apply(x, self.temperature)
+
+
+# -------------------------------------------------------------------------- settings of a schedule
+
+
+@part("attribute")
+class OfAttribute(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return paddle.tanh(x * self.temperature)
+
+
+@part("global")
+class OfGlobal(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return paddle.tanh(x * TEMPERATURE)
+
+
+@part("settings object")
+class OfSettings(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return paddle.tanh(x * SETTINGS.temperature)
+
+
+@part("class attribute")
+class OfClass(Layer):
+    temperature: ClassVar[float] = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return paddle.tanh(x * OfClass.temperature)
+
+
+@part("thread local")
+class OfLocal(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return paddle.tanh(x * LOCAL.temperature)
+
+
+@part("context variable")
+class OfContext(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return paddle.tanh(x * CONTEXT.get())
+
+
+@part("list of settings")
+class OfList(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [1.0, 1.0]
+        self.named = {"temperature": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return paddle.tanh(x * self.scales[-1] * self.named["temperature"])
+
+
+@part("dropout")
+class Drop(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = paddle.nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x)
+
+
+def schedule(layer: Layer, value: float) -> None:
+    """Give every setting below `layer` a new value."""
+    global TEMPERATURE
+    TEMPERATURE = SETTINGS.temperature = LOCAL.temperature = OfClass.temperature = value
+    CONTEXT.set(value)
+    for one in layer.sublayers(include_self=True):
+        if isinstance(one, (OfAttribute, Reversal)):
+            one.temperature = value
+        elif isinstance(one, OfList):
+            one.scales.append(value)
+            one.named["temperature"] = value
+        elif isinstance(one, Drop):
+            one.dropout.p = value / 4
+
+
+# ------------------------------------------------------------------------------- state of a Layer
+
+
+@part("codebook")
+class Codebook(Layer):
+    """Vector quantization: the codes follow their rows, faster during the warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", paddle.randn([3, WIDTH]))
+        self.register_buffer("uses", paddle.zeros([3]))
+        self.warm = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with paddle.no_grad():
+            distance = (x.unsqueeze(1) - self.codes.unsqueeze(0)).square().sum(-1)
+            hot = paddle.nn.functional.one_hot(distance.argmin(-1), 3)
+            quantized = paddle.matmul(hot, self.codes)
+            if self.training:
+                decay = 0.5 if self.warm < 2 else 0.9
+                mean = paddle.matmul(hot, x, transpose_x=True) / len(x)
+                self.codes.set_value(self.codes * decay + mean * (1 - decay))
+                self.uses.add_(hot.sum(0))
+                self.warm += 1
+        return x + (quantized - x).detach() * 0.5
+
+
+@part("auxiliary loss")
+class Auxiliary(Layer):
+    """A gate whose loss the training loop collects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = paddle.nn.Linear(WIDTH, 2)
+        self.aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = paddle.nn.functional.softmax(self.gate(x))
+        self.aux = weights.mean(0).square().sum()
+        return x * weights[:, :1]
+
+
+@part("tracker")
+class Tracker(Layer):
+    """Logs numbers, and keeps tensors of the last forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice_maxima: list[float] = []
+        self.twice_calls = 0
+        self.last: Tensor | None = None
+        self.total = paddle.zeros([])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.twice_calls += 1
+        self.twice_maxima.append(float(x.abs().max()))
+        self.last = x.detach()
+        self.total = self.total + x.detach().mean()
+        return x
+
+
+@part("unused with gradient")
+class Unused(Layer):
+    """Computes figures that the loss does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deviation = 0.0
+        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.deviation = float(h.std())
+        return paddle.tanh(h)
+
+
+@part("cache")
+class Cached(Layer):
+    """Fills a table in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = paddle.cos(paddle.arange(WIDTH, dtype="float32"))
+        return x * self.table
+
+
+@part("late buffer")
+class LateBuffer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", x.detach().mean(0))
+        elif self.training:
+            self.mean.set_value(self.mean * 0.9 + x.detach().mean(0) * 0.1)
+        return x - self.mean.clone()
+
+
+# -------------------------------------------------------------- Layers found only when called
+
+
+class Shared(Layer):
+    """Has a buffer, and numbers beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = paddle.nn.BatchNorm1D(WIDTH)
+        self.register_buffer("mean", paddle.zeros([WIDTH]))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+            self.mean.set_value(self.mean + x.detach().mean(0) / self.count)
+        return self.norm(x) - self.mean.clone()
+
+
+class Finder(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = len(REGISTRY["layers"])
+        REGISTRY["layers"].append(Shared())
+
+    def find(self) -> Layer:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.find()(x)
+
+
+@part("registry")
+class OfRegistry(Finder):
+    def find(self) -> Layer:
+        return REGISTRY["layers"][self.number]
+
+
+
+@part("class registry")
+class OfClassRegistry(Finder):
+    known: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).known[self.number] = REGISTRY["layers"][self.number]
+
+    def find(self) -> Layer:
+        return type(self).known[self.number]
+
+
+@part("weak reference")
+class OfWeakReference(Finder):
+    def find(self) -> Layer:
+        return weakref.ref(REGISTRY["layers"][self.number])()
+
+
+@functools.lru_cache
+def layer_of(number: int) -> Layer:
+    return REGISTRY["layers"][number]
+
+
+@part("lru_cache")
+class OfCache(Finder):
+    def find(self) -> Layer:
+        return layer_of(self.number)
+
+
+@part("import")
+class OfImport(Finder):
+    def find(self) -> Layer:
+        here = importlib.import_module(__name__)
+        return getattr(here, "REGISTRY")["layers"][self.number]  # noqa: B009
+
+
+@part("layer in a context variable")
+class OfContextVariable(Finder):
+    def find(self) -> Layer:
+        if CURRENT.get() is None:
+            CURRENT.set(REGISTRY["layers"][self.number])
+        return CURRENT.get()
+
+
+# ------------------------------------------------------------------------------ what forwards do
+
+
+@part("noise")
+class Noise(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        return x + paddle.randn([1]) * 0.1 + np.random.rand() * random.random()
+
+
+@part("stochastic depth")
+class Depth(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and random.random() < 0.4:
+            return x
+        return x + self.linear(x)
+
+
+@part("auto_cast")
+class AutoCast(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
+            h = self.linear(x)
+        with paddle.amp.auto_cast(enable=False):
+            return paddle.tanh(h.astype("float32"))
+
+
+@part("caught exception")
+class Caught(Layer):
+    """A kernel that does not take these shapes, and a way around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
+        self.is_fast = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        try:
+            if self.is_fast:
+                return paddle.matmul(h, paddle.ones([WIDTH + 1, WIDTH]))
+        except ValueError:
+            self.is_fast = False
+        return paddle.tanh(h)
+
+
+@part("no_grad")
+class PartlyFrozen(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.linear = (paddle.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with paddle.no_grad():
+            features = self.frozen(x)
+        features.stop_gradient = True
+        return self.linear(features) + x.detach() * x
+
+
+@part("tensor hook")
+class Hooked(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
+        self.gradients = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if not h.stop_gradient:
+            h.register_hook(self.halve)
+        return h
+
+    def halve(self, gradient: Tensor) -> Tensor:
+        """Count, and halve."""
+        self.gradients += 1
+        return gradient * 0.5
+
+
+@part("view and in place")
+class InPlace(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 2
+        h.add_(paddle.ones([1]))
+        return h.reshape([-1]).reshape([-1, WIDTH]).clip(-3, 3)
+
+
+@part("called twice")
+class Twice(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.inner(x)) + x
+
+
+# ---------------------------------------------------------------------------------- not detected
+
+
+@part("iterator")
+class Iterates(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.cycle([1.0, 0.5, 0.25])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * next(self.numbers)
+
+
+@part("counts for itself")
+class Counts(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.twice_calls += 1
+        return x / (1 + self.twice_calls % 3)
+
+
+@part("own tensor in place")
+class InPlaceState(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = paddle.ones([1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.add_(x.detach().mean())
+        return x * self.memory.clone()
+
+
+UNDETECTED = {"iterator", "counts for itself", "own tensor in place"}
+"""Parts that the docstring of `recompute` lists under "Not detected"."""
+UNDETECTED_IN_BETWEEN = {"class attribute", "thread local"}
+"""The same, if the schedule goes on between the forward and the backward."""
+WITH_PYLAYERS = {"fused linear", "fused linear with a gradient", "gradient reversal"}
+"""Parts with a PyLayer."""
+TWICE_DIFFERENTIABLE = {
+    "weight norm", "named parameters", "attribute", "global", "settings object", "class attribute",
+    "thread local", "context variable", "list of settings", "tracker", "unused with gradient",
+    "cache", "late buffer", "noise", "stochastic depth", "no_grad", "tensor hook",
+    "view and in place", "codebook",
+}  # fmt: skip
+"""Parts of operators whose gradient Paddle can differentiate."""
