@@ -194,6 +194,14 @@ class OneAdapter(Adapters):
         return self.base(x) + self.up[self.active](self.down[self.active](self.dropout(x)))
 
 
+@part("adapters on features")
+class OnFeatures(Adapters):
+    """The operators of a frozen adapter have no input that needs a gradient, so save nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x.detach())
+
+
 class FusedLinear(PyLayer):
     """A product that adds the gradient of its weight to ``weight.main_grad``."""
 
@@ -404,12 +412,12 @@ class Unused(Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.deviation = 0.0
+        self.twice_deviation = 0.0
         self.linear = paddle.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
-        self.deviation = float(h.std())
+        self.twice_deviation = float(h.std())
         return paddle.tanh(h)
 
 
@@ -473,7 +481,6 @@ class Finder(Layer):
 class OfRegistry(Finder):
     def find(self) -> Layer:
         return REGISTRY["layers"][self.number]
-
 
 
 @part("class registry")
@@ -571,8 +578,17 @@ class Caught(Layer):
             if self.is_fast:
                 return paddle.matmul(h, paddle.ones([WIDTH + 1, WIDTH]))
         except ValueError:
-            self.is_fast = False
+            self.note()
         return paddle.tanh(h)
+
+    def note(self) -> None:
+        """Log it."""
+
+
+@part("remembered exception")
+class Remembered(Caught):
+    def note(self) -> None:
+        self.is_fast = False
 
 
 @part("no_grad")
@@ -660,12 +676,14 @@ class InPlaceState(Layer):
         return x * self.memory.clone()
 
 
-UNDETECTED = {"iterator", "counts for itself", "own tensor in place"}
+UNDETECTED = {"iterator", "counts for itself", "own tensor in place", "remembered exception"}
 """Parts that the docstring of `recompute` lists under "Not detected"."""
 UNDETECTED_IN_BETWEEN = {"class attribute", "thread local"}
 """The same, if the schedule goes on between the forward and the backward."""
 WITH_PYLAYERS = {"fused linear", "fused linear with a gradient", "gradient reversal"}
 """Parts with a PyLayer."""
+USED_TWICE = {"called twice", "spectral norm", "weight norm"}
+"""Parts that use a parameter more than once in a call."""
 TWICE_DIFFERENTIABLE = {
     "weight norm", "named parameters", "attribute", "global", "settings object", "class attribute",
     "thread local", "context variable", "list of settings", "tracker", "unused with gradient",

@@ -13,6 +13,7 @@ import copy
 import functools
 import gc
 import io
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from tests.fuzz.habit_pieces import PARTS, WIDTH, Tensor
 from tests.recompute.contract import Seen, clean_streams, plain, seen, state_of_the_process
 
 ROWS = 6
+WITHOUT = frozenset(filter(None, os.environ.get("FUZZ_WITHOUT", "").split(",")))
+"""Parts that no program has, where a known fault hides others: the environment's FUZZ_WITHOUT."""
 
 # ----------------------------------------------------------------------------------- descriptions
 
@@ -89,6 +92,7 @@ def draw(number: int) -> Program:
     finish = choose.choice(FINISHES)
     if finish == "penalty":
         names = sorted(pieces.TWICE_DIFFERENTIABLE)
+    names = [name for name in names if name not in WITHOUT]
     usual = [name for name in names if name not in pieces.UNDETECTED]
     blocks = tuple(
         tuple(

@@ -33,6 +33,9 @@ def may_be_refused(program: Program) -> bool:
     """Whether the program does something that a page says is refused."""
     if any(one.phase in HABITS[one.name].refused for one in program.habits):
         return True
+    in_eval_mode = "frozen batch norm" in program.parts() or program.does("eval")
+    if program.door == "values" and in_eval_mode:  # Paddle saves memory there that no kernel fills
+        return True
     copies = program.does("go on with a copy") or program.does("teacher")
     return program.is_chain() and (copies or program.finish != "backward")
 
@@ -56,7 +59,7 @@ def is_exact(program: Program) -> bool:
         or program.is_tied
         or program.finish != "backward"
         or program.does("train on another batch")
-        or "called twice" in program.parts()
+        or bool(program.parts() & habit_pieces.USED_TWICE)
     )
     return not (sums and (program.is_chain() or program.door == "cache"))
 
