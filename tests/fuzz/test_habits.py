@@ -94,7 +94,7 @@ def judge(program: Program) -> tuple[str, str | None]:
     except PaddleRecomputeError as error:
         word = f"refused by {type(error).__name__}"
         return word, None if may_be_refused(program) or is_undetected(program) else str(error)
-    except Exception as error:  # noqa: BLE001  whatever it is, plain Paddle does not raise it
+    except Exception as error:  # whatever it is, plain Paddle does not raise it
         return f"fails with {type(error).__name__}", str(error).strip()[-500:]
     lines = lines_of(program, found, wanted)
     if not lines:
