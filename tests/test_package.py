@@ -174,6 +174,6 @@ def test_zlib_is_not_bound_to_paddles_own() -> None:
 def test_the_first_sentence_of_an_error_in_translated_code_is_that_of_the_operator() -> None:
     error = NotImplementedError(
         "In user code:\n    File 'a.py', line 1, in f\n      out = F.linear(\n"
-        "    UnimplementedError: There are no kernels for matmul_v2.\n      [operator < run > error]"
+        "    UnimplementedError: There are no kernels for matmul_v2.\n    [operator < f > error]"
     )
     assert errors.first_sentence(error).endswith("There are no kernels for matmul_v2.")

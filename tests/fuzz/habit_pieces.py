@@ -1,8 +1,8 @@
 """What people put into a block of a model: the parts of the programs of habits.
 
-Every part is a Layer that maps ``[rows, WIDTH]`` to the same shape. An attribute whose name begins
-with ``twice_`` changes in both forwards, as the docstring of `recompute` says. All other attributes,
-buffers, gradients and random numbers must be those of the plain call.
+Every part is a Layer that maps ``[rows, WIDTH]`` to the same shape. An attribute whose name starts
+with ``twice_`` changes in both forwards, as the docstring of `recompute` says. All else (other
+attributes, buffers, gradients, random numbers) must be as after the plain call.
 """
 
 from __future__ import annotations
@@ -682,8 +682,9 @@ UNDETECTED_IN_BETWEEN = {"class attribute", "thread local"}
 """The same, if the schedule goes on between the forward and the backward."""
 WITH_PYLAYERS = {"fused linear", "fused linear with a gradient", "gradient reversal"}
 """Parts with a PyLayer."""
-USED_TWICE = {"called twice", "spectral norm", "weight norm"}
-"""Parts that use a parameter more than once in a call."""
+ANOTHER_ORDER = {"called twice", "spectral norm", "weight norm", "stochastic depth"}
+"""Parts that use a parameter more than once in a call, or whose graph may be of any depth: where
+gradients of several calls are added up, the order of the sum may be another one."""
 TWICE_DIFFERENTIABLE = {
     "weight norm", "named parameters", "attribute", "global", "settings object", "class attribute",
     "thread local", "context variable", "list of settings", "tracker", "unused with gradient",
