@@ -641,7 +641,24 @@ class Twice(Layer):
         return self.inner(self.inner(x)) + x
 
 
-# ---------------------------------------------------------------------------------- not detected
+# --------------------------------------------------------------------- refused, or not detected
+
+
+@part("act norm")
+class ActNorm(Layer):
+    """Sets its parameter from its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.create_parameter([WIDTH], default_initializer=ONE)
+        self.register_buffer("is_set", paddle.zeros([1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not float(self.is_set):
+            with paddle.no_grad():
+                self.scale.set_value(1 / (1 + x.abs().mean(0)))
+            self.is_set.set_value(paddle.ones([1]))
+        return x * self.scale
 
 
 @part("iterator")
@@ -676,6 +693,8 @@ class InPlaceState(Layer):
         return x * self.memory.clone()
 
 
+REFUSED = {"act norm"}
+"""Parts that recompute refuses, and that run after a pass under ``paddle.no_grad``."""
 UNDETECTED = {"iterator", "counts for itself", "own tensor in place", "remembered exception"}
 """Parts that the docstring of `recompute` lists under "Not detected"."""
 UNDETECTED_IN_BETWEEN = {"class attribute", "thread local"}

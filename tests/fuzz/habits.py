@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+from paddle.distributed.fleet import utils as fleet_utils
 from paddle.utils import unique_name
 
 from paddle_recompute import (
@@ -28,8 +29,10 @@ from paddle_recompute import (
     OffloadSequential,
     RecomputeConfig,
     apply_recompute,
+    patch_fleet,
     recompute,
     recompute_wrapper,
+    unpatch_fleet,
 )
 from tests.fuzz import habit_pieces as pieces
 from tests.fuzz.habit_pieces import PARTS, WIDTH, Tensor
@@ -43,7 +46,7 @@ WITHOUT = frozenset(filter(None, os.environ.get("FUZZ_WITHOUT", "").split(",")))
 
 CALLS = ("layer", "lambda", "method", "partial", "keyword")
 POLICIES = ("all", "every_n", "segments")
-DOORS = (*CALLS, "wrapper", *POLICIES, "values", "chain", "chain on disk", "cache")
+DOORS = (*CALLS, "fleet", "wrapper", *POLICIES, "values", "chain", "chain on disk", "cache")
 FINISHES = ("backward", "backward", "backward", "twice", "two losses", "grad", "penalty")
 PHASES = ("before", "between", "after", "updated")
 """Before a forward; between it and its backward; before the update; after it."""
@@ -93,7 +96,7 @@ def draw(number: int) -> Program:
     if finish == "penalty":
         names = sorted(pieces.TWICE_DIFFERENTIABLE)
     names = [name for name in names if name not in WITHOUT]
-    usual = [name for name in names if name not in pieces.UNDETECTED]
+    usual = [name for name in names if name not in pieces.UNDETECTED | pieces.REFUSED]
     blocks = tuple(
         tuple(
             choose.choice(names if choose.random() < 0.05 else usual)
@@ -203,6 +206,9 @@ class Model(paddle.nn.Layer):
             return self.run(block, x=h)
         if self.form in ("layer", "values"):
             return self.run(block, h)
+        if self.form == "fleet":
+            call = plain if self.run is plain else fleet_utils.recompute  # by `patch_fleet` ours
+            return call(block, h)
         return block(h)
 
 
@@ -389,6 +395,8 @@ def observe(program: Program, is_plain: bool) -> Seen:
     def run() -> Seen:
         with clean_streams(), unique_name.guard():
             pieces.reset()
+            if program.door == "fleet" and not is_plain:
+                patch_fleet()
             session = Session(program, is_plain)
             session.train()
             return session.left()
@@ -396,6 +404,7 @@ def observe(program: Program, is_plain: bool) -> Seen:
     try:
         return contextvars.Context().run(run)
     finally:
+        unpatch_fleet()
         pieces.reset()
 
 

@@ -33,6 +33,8 @@ def may_be_refused(program: Program) -> bool:
     """Whether the program does something that a page says is refused."""
     if any(one.phase in HABITS[one.name].refused for one in program.habits):
         return True
+    if program.parts() & habit_pieces.REFUSED:
+        return True
     in_eval_mode = "frozen batch norm" in program.parts() or program.does("eval")
     if program.door == "values" and in_eval_mode:  # Paddle saves memory there that no kernel fills
         return True
@@ -95,7 +97,8 @@ def judge(program: Program) -> tuple[str, str | None]:
         found = observe(program, is_plain=False)
     except PaddleRecomputeError as error:
         word = f"refused by {type(error).__name__}"
-        return word, None if may_be_refused(program) or is_undetected(program) else str(error)
+        is_right = may_be_refused(program) or is_undetected(program)
+        return word, None if is_right else str(error)
     except Exception as error:  # whatever it is, plain Paddle does not raise it
         return f"fails with {type(error).__name__}", str(error).strip()[-500:]
     lines = lines_of(program, found, wanted)
