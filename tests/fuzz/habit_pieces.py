@@ -654,7 +654,7 @@ class ActNorm(Layer):
         self.register_buffer("is_set", paddle.zeros([1]))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and not float(self.is_set):
+        if self.training and not self.is_set.item():
             with paddle.no_grad():
                 self.scale.set_value(1 / (1 + x.abs().mean(0)))
             self.is_set.set_value(paddle.ones([1]))

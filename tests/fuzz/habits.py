@@ -15,6 +15,7 @@ import gc
 import io
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -379,6 +380,8 @@ class Session:
             found[f"found {number}"] = layer
             found[f"count of found {number}"] = layer.count
         found["calls of hooks"] = self.calls_of_hooks
+        amp = sys.modules["paddle.amp.auto_cast"]  # `paddle.amp.auto_cast` is the function
+        found["dtype that GradScaler reads"] = amp.amp_global_state().amp_dtype
         return {**dict(seen(found)), **state_of_the_process()}
 
 
