@@ -435,6 +435,18 @@ class Cached(Layer):
         return x * self.table
 
 
+@part("offset")
+class Offset(Layer):
+    """Adds a tensor whose values its backward does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = paddle.full([WIDTH], 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.offset
+
+
 @part("late buffer")
 class LateBuffer(Layer):
     def forward(self, x: Tensor) -> Tensor:
@@ -707,7 +719,7 @@ gradients of several calls are added up, the order of the sum may be another one
 TWICE_DIFFERENTIABLE = {
     "weight norm", "named parameters", "attribute", "global", "settings object", "class attribute",
     "thread local", "context variable", "list of settings", "tracker", "unused with gradient",
-    "cache", "late buffer", "noise", "stochastic depth", "no_grad", "tensor hook",
+    "cache", "offset", "late buffer", "noise", "stochastic depth", "no_grad", "tensor hook",
     "view and in place", "codebook",
 }  # fmt: skip
 """Parts of operators whose gradient Paddle can differentiate."""

@@ -224,6 +224,7 @@ class Session:
         self.model = Model(program, is_plain)
         self.noted: dict[str, Any] = {}
         self.removable: list[Any] = []
+        self.released: list[pieces.Offset] = []
         self.shadow: dict[str, np.ndarray] = {}
         self.saved: dict[str, np.ndarray] = {}
         self.calls_of_hooks = 0
@@ -295,6 +296,8 @@ class Session:
                 else:
                     self.habits("between")
                     self.finish(x, outputs, loss)
+                while self.released:
+                    self.released.pop().offset = paddle.full([WIDTH], 0.2)
                 self.note(f"loss {micro_batch}", loss)
                 self.model.train()
             self.habits("after")
@@ -690,6 +693,14 @@ def _(session: Session, pick: int) -> None:
     for name, buffer in session.block(pick).named_buffers():
         if not name.endswith(("weight_u", "weight_v")):
             buffer.set_value(paddle.full_like(buffer, 0.5))
+
+
+@habit("release memory", "between", refused=("between",))
+def _(session: Session, pick: int) -> None:
+    """As engines of pipelines do with what they have sent; the next step gets a new tensor."""
+    for one in session.parts(pieces.Offset):
+        one.offset._clear_dataptr()
+        session.released.append(one)
 
 
 # Hooks.

@@ -74,7 +74,7 @@ def is_close(one: Any, other: Any) -> bool:
         return same(one, other)
     if one.shape != other.shape or one.dtype != other.dtype or one.dtype.kind != "f":
         return same(one, other)
-    return bool(np.abs(one - other).max(initial=0) <= ROUNDING * max(1, np.abs(other).max()))
+    return bool(np.abs(one - other).max(initial=0) <= ROUNDING * np.abs(other).max(initial=1))
 
 
 def lines_of(program: Program, found: Seen, wanted: Seen) -> list[str]:
