@@ -305,6 +305,8 @@ class Session:
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.clear_grad()
+            for layer in pieces.REGISTRY["layers"]:  # no optimizer has them
+                layer.clear_gradients()
             self.habits("updated")
 
     def loss(self, outputs: Tensor) -> Tensor:
@@ -356,9 +358,12 @@ class Session:
 
     def note_gradients(self) -> None:
         """Of all parameters, with what PyLayers added up themselves."""
+        for number, layer in enumerate(pieces.REGISTRY["layers"]):
+            for name, one in layer.named_parameters():
+                self.note(f"gradient of found {number} {name}", gradient_of(one))
         with self.opened():
             for name, one in self.model.named_parameters():
-                self.note(f"gradient of {name}", None if one.grad is None else one.grad.numpy())
+                self.note(f"gradient of {name}", gradient_of(one))
                 if hasattr(one, "main_grad"):
                     self.note(f"main_grad of {name}", one.main_grad)
                     one.set_value(one - 0.05 * one.main_grad)
@@ -386,6 +391,11 @@ class Session:
         amp = sys.modules["paddle.amp.auto_cast"]  # `paddle.amp.auto_cast` is the function
         found["dtype that GradScaler reads"] = amp.amp_global_state().amp_dtype
         return {**dict(seen(found)), **state_of_the_process()}
+
+
+def gradient_of(parameter: Tensor) -> np.ndarray | None:
+    """Its values."""
+    return None if parameter.grad is None else parameter.grad.numpy()
 
 
 def is_plain_data(value: Any) -> bool:
@@ -688,10 +698,11 @@ def _(session: Session, pick: int) -> None:
         optimizer.step()
 
 
-@habit("reset a buffer", refused=("between",))
+# Not in between: plain Paddle computes gradients with what is written to a tensor that it saved.
+@habit("reset a buffer", "before", "after", "updated")
 def _(session: Session, pick: int) -> None:
     for name, buffer in session.block(pick).named_buffers():
-        if not name.endswith(("weight_u", "weight_v")):
+        if not name.endswith(("weight", "weight_u", "weight_v")):
             buffer.set_value(paddle.full_like(buffer, 0.5))
 
 
