@@ -20,8 +20,9 @@ import paddle
 import pytest
 
 from paddle_recompute.errors import PaddleRecomputeError
-from tests.fuzz import budget, habit_pieces
-from tests.fuzz.habits import HABITS, Program, draw, observe
+from tests.fuzz import budget, habit_states
+from tests.fuzz.habit_programs import Program, draw, observe
+from tests.fuzz.habits import HABITS
 from tests.recompute.contract import Seen, differences, same
 
 ROUNDING = 1e-4
@@ -33,7 +34,7 @@ def may_be_refused(program: Program) -> bool:
     """Whether the program does something that a page says is refused."""
     if any(one.phase in HABITS[one.name].refused for one in program.habits):
         return True
-    if program.parts() & habit_pieces.REFUSED:
+    if program.parts() & habit_states.REFUSED:
         return True
     in_eval_mode = "frozen batch norm" in program.parts() or program.does("eval")
     if program.door == "values" and in_eval_mode:  # Paddle saves memory there that no kernel fills
@@ -47,12 +48,12 @@ def is_undetected(program: Program) -> bool:
     parts = program.parts()
     if program.is_chain() and "auxiliary loss" in parts:
         return True  # docs/offload.md: a tensor that a Layer of a chain stores has no graph
-    between = parts & habit_pieces.UNDETECTED_IN_BETWEEN
+    between = parts & habit_states.UNDETECTED_IN_BETWEEN
     changes = program.does("schedule", "between") or (
         ("class attribute" in parts and program.does("with a class attribute"))
         or ("thread local" in parts and program.does("with a thread local"))
     )
-    return bool(parts & habit_pieces.UNDETECTED or (between and changes))
+    return bool(parts & habit_states.UNDETECTED or (between and changes))
 
 
 def is_exact(program: Program) -> bool:
@@ -63,7 +64,7 @@ def is_exact(program: Program) -> bool:
         or program.is_tied
         or program.finish != "backward"
         or program.does("train on another batch")
-        or bool(program.parts() & habit_pieces.ANOTHER_ORDER)
+        or bool(program.parts() & habit_states.ANOTHER_ORDER)
     )
     return not (sums and (program.is_chain() or program.door == "cache"))
 
