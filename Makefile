@@ -39,7 +39,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py' -o -name '*.j2' -o -name '*.html')
 
-.PHONY: venv venv26 venv-torch venv-nlp venv-formers venv-etcd test-machines test-machines26 test-nlp test-formers test-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
+.PHONY: venv venv26 venv-gpu venv-torch venv-nlp venv-formers venv-etcd test-gpu-wheel test-machines test-machines26 test-nlp test-formers test-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
 .PHONY: lint bench bench-list docs retrieval-demo venv-docs venv-release wheel-test wheel-install-test clean
 
 venv: .venv/.installed
@@ -55,6 +55,11 @@ venv26: .venv26/.installed
 
 .venv26/.installed: setup.py requirements/paddle26.txt requirements/common.txt requirements/run.txt
 	@$(call install,.venv26,requirements/paddle26.txt,-e .)
+
+# 800 MB to download, 3.4 GB on disk; not in .ci/run. A GPU is not needed.
+venv-gpu: .venv-gpu/.installed
+.venv-gpu/.installed: setup.py requirements/gpu.txt requirements/common.txt requirements/run.txt
+	@$(call install,.venv-gpu,requirements/gpu.txt,-e .)
 
 # The site of the documentation, in build/site-docs: open index.html, also without a network.
 docs: venv-docs
@@ -117,7 +122,7 @@ WORKERS ?= 3
 PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 # More processes than cores: a thread of OpenMP that waits should sleep, where libiomp5 spins for 200 ms.
-test test26 test-device test-device26: export KMP_BLOCKTIME := 0
+test test26 test-gpu-wheel test-device test-device26: export KMP_BLOCKTIME := 0
 
 APART := --ignore=tests/machines
 
@@ -134,7 +139,7 @@ SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     $(addprefix app/trainer/test_,callbacks.py disk_faults.py foreign_weights.py progress.py) \
     $(addprefix app/trainer/test_,resume.py run_folder.py signals.py) \
     benchmarks $(addprefix distributed/test_,control_port.py control_server.py peer_state.py) \
-    $(addprefix docs/test_,figures.py messages.py pages.py site.py story.py) \
+    $(addprefix docs/test_,figures.py first_screen.py messages.py pages.py site.py story.py) \
     fuzz/test_readers.py fuzz/test_what_readers_read.py \
     $(addprefix planner/test_,report.py solve.py verification.py) \
     weights/test_init_from.py test_layers.py test_nested.py test_options.py test_package.py)
@@ -149,6 +154,10 @@ test-machines: venv
 
 test-machines26: venv26
 	.venv26/bin/python -m pytest tests/machines $(ARGS)
+
+# The tests of test26 with the GPU wheel of Paddle 2.6.2, which computes on the CPU here.
+test-gpu-wheel: venv-gpu
+	.venv-gpu/bin/python -m pytest $(PARALLEL) $(APART) $(SAME_ON_BOTH) $(ARGS)
 
 # The rest of the long tables, of which `make test` runs a sample.
 bench-matrix: venv

@@ -111,9 +111,10 @@ def first_sentence(error: BaseException) -> str:
     """
     name = type(error).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if lines and lines[0].startswith("In transformed code"):
+    if lines and lines[0].startswith(("In transformed code", "In user code")):
         own = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == name]
-        lines = own or lines[-1:]
+        kinds = [line for line in lines if re.match(r"\w+Error: ", line)]  # of Paddle's C++
+        lines = own or kinds[-1:] or lines[-1:]
     # Paddle's C++ begins its own sentence with the kind of the error.
     telling = [line for line in lines if line.startswith("(")] or [
         line for line in lines if not line.startswith(("[Hint", "---", "C++ ", "Error Mess"))

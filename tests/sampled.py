@@ -8,10 +8,10 @@ each table always runs.
 from __future__ import annotations
 
 from collections import Counter
-from importlib.metadata import version
 
 import pytest
 
+from paddle_recompute import _installed
 from tests.fake_device import selected
 
 _CACHE = "tests/contrastive/test_grad_cache"
@@ -65,7 +65,7 @@ def mark_the_rest(items: list[pytest.Item]) -> None:
     """Mark what the check leaves out with this Paddle, on this device, as ``matrix``."""
     every = EVERY
     left_out: set[str] = set()
-    if version("paddlepaddle").startswith("2.6"):
+    if (_installed._installed_version() or "").startswith("2.6"):
         every, left_out = every | EVERY_ON_26, left_out | LEFT_OUT_ON_26
     if selected.is_selected():
         every = every | EVERY_ON_DEVICE

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import paddle_recompute
-from paddle_recompute import _installed
+from paddle_recompute import _installed, errors
 from paddle_recompute.errors import DependencyError
 from tests import sampled
 from tests.processes import python
@@ -169,3 +169,11 @@ def test_zlib_is_not_bound_to_paddles_own() -> None:
     of_libz = [line for line in bound if "/libz." in line.partition(" to ")[0]]
     assert of_libz
     assert not [line for line in of_libz if "libpaddle" in line.partition(" to ")[2]]
+
+
+def test_the_first_sentence_of_an_error_in_translated_code_is_that_of_the_operator() -> None:
+    error = NotImplementedError(
+        "In user code:\n    File 'a.py', line 1, in f\n      out = F.linear(\n"
+        "    UnimplementedError: There are no kernels for matmul_v2.\n    [operator < f > error]"
+    )
+    assert errors.first_sentence(error).endswith("There are no kernels for matmul_v2.")

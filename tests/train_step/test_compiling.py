@@ -333,7 +333,7 @@ def test_another_precision_than_that_of_the_program_is_refused() -> None:
     model = build(wrap=False, compiled=True)
     with auto_cast(dtype="bfloat16"), pytest.raises(StaticGraphError, match="another mixed prec"):
         model(paddle.ones([2, 3], "int64"))
-    with auto_cast(dtype="bfloat16", custom_black_list={"matmul"}):
+    with auto_cast(dtype="bfloat16", custom_black_list={"matmul", "matmul_v2"}):
         model = build(wrap=False, compiled=True)
         model(paddle.ones([2, 3], "int64"))
     with auto_cast(dtype="bfloat16"), pytest.raises(StaticGraphError, match="another mixed prec"):
