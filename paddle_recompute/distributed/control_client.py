@@ -28,7 +28,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import logging
 import math
 import os
 import re
@@ -42,6 +41,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
+from paddle_recompute._paddle.native_calls import exit_now
 from paddle_recompute.distributed import control_wire as wire
 from paddle_recompute.distributed.control_server import TICK, ControlServer
 from paddle_recompute.distributed.control_wire import Message
@@ -146,8 +146,6 @@ class ControlClient:
         self.end_before_paddle()
         # A socket that a forked child held open would hide the end of this process.
         os.register_at_fork(after_in_child=self._close)
-
-    # ------------------------------------------------------------------------------ waiting
 
     def exchange(
         self, label: str, scope: Scope, value: Any = None, *, lane: str = "main", most: int = 0
@@ -290,8 +288,6 @@ class ControlClient:
             )
         return f"{trouble}. Rank {self.rank} waited {self.place} for {what}."
 
-    # ------------------------------------------------------------------------------ speaking
-
     def fail(self, error: Error) -> Error:
         """End the run on all ranks, with `error` as the cause if it is the first; returns it."""
         if threading.current_thread().daemon:  # it does not end the process
@@ -344,7 +340,7 @@ class ControlClient:
         if self.exit_code is not None and not is_safe:
             # A rank is stopped. Were a collective with it to come back from now on, or that rank
             # to hang up, the process would end with SIGABRT.
-            _exit_now(self.exit_code)
+            exit_now(self.exit_code)
 
     def _waits_until_alone(self, server: ControlServer) -> bool:
         deadline = time.monotonic() + _LAST
@@ -420,8 +416,6 @@ class ControlClient:
         if self._socket is not None:
             self._socket.close()
 
-    # ----------------------------------------------------------------------------- listening
-
     def _listen(self) -> None:
         """Send signs of life and note what the control server says, until the process ends."""
         line = self._connect()
@@ -463,7 +457,7 @@ class ControlClient:
                 f"PeerError: {complaint}. Rank {self.rank} has not noticed {self.place} for "
                 f"{self._ticks_stuck * TICK:.0f} s (peer_timeout), so its process is ended.\n"
             )
-            _exit_now(1)
+            exit_now(1)
 
     def _connect(self) -> socket.socket:
         """Connect, and send what was said before; a socket that is closed if that fails."""
@@ -503,12 +497,3 @@ class ControlClient:
             self._over.set()
         else:
             self._peer_state.take(message)
-
-
-def _exit_now(code: int) -> None:
-    """End the process without the rest of Python's shutdown."""
-    logging.shutdown()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
