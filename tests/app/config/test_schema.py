@@ -54,6 +54,7 @@ FAULTS = {
     "recompute.policy=al": "did you mean all?",
     "recompute.segments=3": "set policy: segments",
     "recompute.policy=segments; recompute.segments=many": "must be a valid integer or 'auto'",
+    "recompute.policy=segments": "mode: dygraph: a Program alone joins sublayers; set policy: all",
     "recompute.checkpoints=[]": "must have at least 1 item",
     "strategy.amp=1": "must be a valid boolean",
     "strategy.amp=true; strategy.amp_configs.dtype=half": "must be 'float16' or 'bfloat16'",
