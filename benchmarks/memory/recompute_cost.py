@@ -38,7 +38,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Paddle, hooks": {"paddle": False},
     "all blocks": {"checkpoints": BLOCKS},
     "every second block": {"checkpoints": BLOCKS, "policy": "every_n"},
-    "attention of all blocks": {"checkpoints": ["layers.*.self_attn"]},
     "all blocks, inputs on disk": {"checkpoints": BLOCKS, "offload": "disk"},
 }
 BASE = "Paddle, reentrant (its default)"

@@ -15,7 +15,8 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import children_of
-from paddle_recompute.errors import RecomputeError, SelectionError
+from paddle_recompute._paddle.version import is_dygraph
+from paddle_recompute.errors import RecomputeError, SelectionError, listed
 from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.recompute._auto import find_blocks, is_container
 from paddle_recompute.recompute._first_step import FirstStep
@@ -100,7 +101,8 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     A part without a weight matrix (a function, Dropout, LayerNorm) is cheap to compute. In a
     Program its output is not kept either: it is recomputed for the later operators that need it. To
     name only such parts is selective recompute: matrix products run once, large cheap tensors are
-    computed twice. In dygraph such a part keeps its input, which saves little.
+    computed twice. In dygraph such a part keeps its input, which may cost more than it saves: a
+    warning names it.
 
     Args:
         model: Any Layer. Its selected parts are wrapped in place (`recompute_wrapper`).
@@ -155,6 +157,13 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
         cheap = ()
         wrap_with_fleet({name: parts[name] for name in wrapped}, config.preserve_rng_state)
     else:
+        if cheap and is_dygraph():
+            _logger.warning(
+                "recompute: %s: no weight matrix, so recompute may keep more (the input) than it "
+                "saves; in dygraph, name the blocks around such parts. A Program recomputes their "
+                "outputs too, and saves memory",
+                listed(cheap),
+            )
         options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
         owners = dict(model.named_sublayers(include_self=True))
         for names in segments:

@@ -170,7 +170,7 @@ def test_a_part_inside_another_is_left_out_and_said() -> None:
     assert f"encoder.layers.1.linear1: left out, {reason}" in str(report)
 
 
-def test_the_report_is_a_table_to_read() -> None:
+def test_the_report_is_a_table_to_read(caplog: pytest.LogCaptureFixture) -> None:
     report = select("encoder.layers.*", policy="segments")
     lines = str(report).splitlines()
     assert lines[0] == "recompute: 4 parts in 2 segments"
@@ -179,6 +179,7 @@ def test_the_report_is_a_table_to_read() -> None:
     every_n = select("encoder.layers.*", policy="every_n")
     assert every_n.left_out == dict.fromkeys(BLOCKS[1::2], "policy every_n")
     cheap = select("**.activation", "**.linear1")
+    assert "recompute: encoder.layers.0.activation," in caplog.text and "linear1" not in caplog.text
     assert cheap.gives_up_outputs == tuple(f"{block}.activation" for block in BLOCKS)
     assert "encoder.layers.0.activation (in a Program, its output too)" in str(cheap)
     assert "encoder.layers.0.linear1\n" in str(cheap)
