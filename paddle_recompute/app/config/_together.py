@@ -41,7 +41,7 @@ WHAT_GOES_TOGETHER = (
         ("mode=static", f"{_PLACE} strategy.sharding", "a Program owns its parameters"),
         ("mode=static", "train.compile", "it is one Program as it is"),
         (
-            "mode=dygraph & recompute.enable=true & train.compile=false",
+            "mode=dygraph & recompute.enable=true & train.compile=none",
             "recompute.policy=segments",
             "a Program alone joins sublayers; set policy: all or every_n, or name other sublayers "
             "in recompute.checkpoints",
