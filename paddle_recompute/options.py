@@ -205,8 +205,8 @@ class RecomputeConfig(Options):
             dots. ``"auto"``, which is kept as ``["auto"]``: the repeated blocks of the model, found
             by its structure.
         policy: ``"all"``: each selected sublayer on its own; ``"every_n"``: the 1st, (n+1)th, ...;
-            ``"segments"``: consecutive ones are joined; ``"budget"``: what is fastest within
-            `memory_budget`, by measurement.
+            ``"segments"``: a Program joins consecutive ones, and dygraph refuses it; ``"budget"``:
+            what is fastest within `memory_budget`, by measurement.
         memory_budget: With policy ``"budget"``: the most bytes on the device, all in all.
         every_n: The n of policy ``"every_n"``, in selected sublayers.
         segments: Their number; ``"auto"``: the square root of the number of selected sublayers.

@@ -20,6 +20,7 @@ from paddle_recompute._paddle.fleet_recompute import (
     fleet_recompute,
     fleet_recompute_hybrid,
     holders_of,
+    rebind,
 )
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.recompute import (
@@ -108,9 +109,7 @@ def patch_fleet() -> FleetPatch:
     if not _in_force:
         _names.clear()
         for original, own in _pairs():
-            for module, name in holders_of(original):
-                _names[module.__name__, name] = original
-                setattr(module, name, own)
+            _names.update(dict.fromkeys(rebind(original, own), original))
     patch = FleetPatch(tuple(sorted(f"{module}.{name}" for module, name in _names)))
     _in_force.append(patch)
     if len(_in_force) == 1:

@@ -395,14 +395,8 @@ def _output_stays(ours: bool) -> Step:
     return step
 
 
-@loop("a model, segments")
-def _segments(ours: bool) -> Step:
-    model = wrapped(ours, Model(), policy="segments", segments=2)
-    return lambda: trained(model)
-
-
-@loop("a model, cheap parts")
-def _cheap(ours: bool) -> Step:
+@loop("a model, parts of its blocks")
+def _parts(ours: bool) -> Step:
     model = Model()
     if ours:
         apply_recompute(model, RecomputeConfig(checkpoints=["blocks.*.act", "blocks.*.norm"]))

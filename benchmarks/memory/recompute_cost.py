@@ -30,7 +30,6 @@ from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import apply_recompute
 
 LAYERS, HIDDEN, BATCH, LENGTH = 12, 256, 16, 64
-CHEAP = ["layers.*.activation", "layers.*.dropout*", "layers.*.norm*"]
 BLOCKS = ["layers.*"]
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -39,9 +38,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Paddle, hooks": {"paddle": False},
     "all blocks": {"checkpoints": BLOCKS},
     "every second block": {"checkpoints": BLOCKS, "policy": "every_n"},
-    "sqrt(12) = 3 segments": {"checkpoints": BLOCKS, "policy": "segments"},
-    "selective: activation, dropout, norm": {"checkpoints": CHEAP},
-    "selective: the same and attention": {"checkpoints": [*CHEAP, "layers.*.self_attn"]},
     "all blocks, inputs on disk": {"checkpoints": BLOCKS, "offload": "disk"},
 }
 BASE = "Paddle, reentrant (its default)"

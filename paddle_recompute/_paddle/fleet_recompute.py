@@ -39,6 +39,14 @@ def holders_of(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]
                 yield module, name
 
 
+def rebind(function: Callable[..., Any], other: Callable[..., Any]) -> list[tuple[str, str]]:
+    """Put `other` under each global name of `function`; returns these: module and name."""
+    found = list(holders_of(function))
+    for module, name in found:
+        setattr(module, name, other)
+    return [(module.__name__, name) for module, name in found]
+
+
 def custom_state_functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """What reads and what sets the state that a user told fleet to preserve (3.x); None: nothing.
 

@@ -137,15 +137,6 @@ def each_look(looks: Looks) -> list[Look]:
     return [*zip(dtypes, strides, offsets, shapes[:-1], strict=True)]
 
 
-def keep_looks(looks: Looks, number: int) -> None:
-    """Keep the first `number` of those that lie side by side."""
-    *fields, sizes = looks
-    for one in fields:
-        del one[number:]
-    ends = [place for place, size in enumerate(sizes, 1) if size is None]
-    del sizes[ends[number - 1] if number else 0 :]
-
-
 _is_contiguous = core.eager.Tensor.is_contiguous
 _read_dtype, _offset_of, _shape_of = (
     getattr(core.eager.Tensor, name).__get__ for name in ("dtype", "offset", "shape")

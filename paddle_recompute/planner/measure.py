@@ -28,7 +28,7 @@ from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts, maximum, simulate
 from paddle_recompute.planner.signatures import structure_of
-from paddle_recompute.recompute import Unit, is_treated, observed, treat_calls, undo_recompute
+from paddle_recompute.recompute import is_treated, observed, treat_calls, undo_recompute
 from paddle_recompute.replay import ModelState
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ def measure_step(
     held = job.held()
     base = memory.current_bytes() + sum(held.values()) - job.present(held)
     with untouched(job):
-        units = [Unit((name,), (0,)) for name in job.blocks]  # of every call
+        blocks = [(name, 0) for name in job.blocks]  # every call of each
         of_calls = dict.fromkeys(job.blocks, 1)
 
         def everything() -> None:
-            treat_calls(job.model, units, of_calls, preserve_rng_state=job.preserve_rng_state)
+            treat_calls(job.model, blocks, of_calls, preserve_rng_state=job.preserve_rng_state)
 
         try:
             costs = run_recorded(job, everything)
@@ -152,8 +152,7 @@ def treat_units(
     """Recompute the units of `whole` and no others of the calls of `costs`."""
     in_order = sorted(costs.calls, key=lambda call: call.number)
     turns = {call.layer: call.number + 1 for call in in_order}
-    units = [Unit((name,), (number,)) for name, number in whole]
-    treat_calls(model, units, turns, preserve_rng_state=preserve_rng_state)
+    treat_calls(model, whole, turns, preserve_rng_state=preserve_rng_state)
 
 
 def run_recorded(job: Job, treat: Callable[[], None]) -> StepCosts:

@@ -8,7 +8,7 @@ that a configuration selects.
 from paddle_recompute.recompute._hooks import innermost
 from paddle_recompute.recompute._observed import observed
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
-from paddle_recompute.recompute._plainly import called_plainly, wrapped_layers
+from paddle_recompute.recompute._plainly import called_plainly
 from paddle_recompute.recompute._storage import PLACES, MakeSlot, Place, Slot, slots
 from paddle_recompute.recompute.function import (
     RecomputeOptions,
@@ -31,11 +31,11 @@ from paddle_recompute.recompute.selection import (
     layers_matching,
 )
 from paddle_recompute.recompute.treatment import (
-    Unit,
     hands_on,
     is_treated,
     treat_calls,
     undo_recompute,
+    wrapped_layers,
 )
 from paddle_recompute.replay import is_recomputing
 
@@ -51,7 +51,6 @@ __all__ = [
     "RecomputedFunction",
     "Slot",
     "SomeOnHost",
-    "Unit",
     "WrappedLayer",
     "apply_recompute",
     "called_plainly",

@@ -19,6 +19,7 @@ from paddle_recompute._paddle.fleet_recompute import fleet_recompute
 from paddle_recompute._paddle.layers import is_initialized, non_trained_state
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import RecomputeError, SelectionError, StaticGraphError
+from paddle_recompute.recompute import _plainly
 from paddle_recompute.recompute.layer import WrappedLayer, replace_class
 
 _ADVICE = "Use recompute.engine: paddle_recompute, which supports this case."
@@ -38,6 +39,8 @@ class FleetRecomputeLayer(WrappedLayer):
             RecomputeError: Fleet's recompute would lose gradients of this call.
             StaticGraphError: A Program is being built.
         """
+        if _plainly.num_running:
+            return super().__call__(*args, **kwargs)
         if not is_dygraph():
             raise StaticGraphError(
                 "recompute.engine: fleet works in dygraph only; in a Program use "

@@ -26,35 +26,19 @@ itself, as Paddle would.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import paddle
 
-from paddle_recompute import _nested
-from paddle_recompute._nested import describe, dtype_name
 from paddle_recompute._paddle.backward import current_backward, set_gradients
 from paddle_recompute._paddle.gradients import (
     begin_passing_hooks,
     end_passing_hooks,
     watch_hooks,
 )
-from paddle_recompute._paddle.layers import is_parameter
-from paddle_recompute._paddle.saved_tensors import (
-    Look,
-    Looks,
-    dtype_in,
-    dtype_of,
-    each_look,
-    keep_looks,
-    look_of,
-    looks_of,
-    version_of,
-    without_graph,
-)
+from paddle_recompute._paddle.saved_tensors import Looks, dtype_of
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._hooks import (
     Kept,
     Recorder,
@@ -63,10 +47,10 @@ from paddle_recompute.recompute._hooks import (
     innermost,
     is_of_second_pair,
 )
-from paddle_recompute.recompute._inputs import Input, Link, fetch
+from paddle_recompute.recompute._inputs import fetch, keep
 from paddle_recompute.recompute._offload import InputStorage
-from paddle_recompute.replay import REPETITION_ADVICE, Call, Stamp, is_written_since
-from paddle_recompute.replay import stamp as stamp_of
+from paddle_recompute.recompute._repetition import Repetition, checksum
+from paddle_recompute.replay import Call
 
 
 class FrameTicket(Kept):
@@ -74,11 +58,9 @@ class FrameTicket(Kept):
     tensor itself lies here, so it goes with the ticket.
     """
 
-    __slots__ = ("failed", "frame", "is_spent")
+    __slots__ = ("frame", "is_spent")
 
     frame: Frame
-    failed: str
-    """The name of its part, if that raised in its first forward."""
     is_spent: bool
     """Whether the backward of its operator is over and cannot run again."""
 
@@ -86,9 +68,9 @@ class FrameTicket(Kept):
         """The tensor, from a second run of the frame."""
         frame = self.frame
         if self.tensor is None:
-            frame.recompute(self, is_last)
-        value = self.take(is_last or bool(frame.parts), itself)
-        if is_last and frame.parts:
+            frame.recompute(is_last)
+        value = self.take(is_last or not frame.is_released, itself)
+        if is_last and not frame.is_released:
             if not self.is_spent:
                 self.is_spent = True
                 frame.num_awaited -= 1
@@ -116,59 +98,52 @@ class Observer(Protocol):
         """`frame` records a call."""
 
     def again(self, frame: Frame, run: Callable[[], None]) -> None:
-        """Run the calls of `frame` again."""
+        """Run the call of `frame` again."""
 
 
 class Frame:
-    """One or more calls that are recomputed together.
-
-    A frame of several parts joins consecutive Layers of a chain: the output of a part is not kept
-    as input of the next one; the backward runs all parts again from the first input.
-    """
+    """A call that is recomputed: what its first run saved, and its inputs until the backward."""
 
     observer: ClassVar[Observer | None] = None
 
-    def __init__(self, storage: InputStorage) -> None:
-        self.parts: list[tuple[Call, Any]] = []
-        """Its calls, each with its inputs, which come from outside or from earlier parts."""
-        self._storage = storage
+    def __init__(self, call: Call) -> None:
+        self.call: Call | None = call
+        """None: it is released."""
+        self._inputs: Any = None
         # Of each tensor that operators saved: what it looked like, its checksum, and the ticket,
         # which the graph alone keeps.
         self.looks: Looks = [], [], [], []
         self.checksums: dict[int, int] = {}
         self.tickets: list[weakref.ref[FrameTicket]] = []
-        self._of_outputs: list[tuple[weakref.ref[FrameTicket], Link, Look]] = []
-        """The tickets for outputs."""
-        self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, Link]] = {}
         self._is_recording = self._compares_values = False
+        self._failed = ""
+        """The name of the call, if that raised in its first run."""
         self.is_ending = False
         self.num_awaited = 0
         """The tickets that were in the graph at the last second run and are not spent."""
 
-    def record(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, linked: bool = False
-    ) -> Any:
-        """Run `call` for the first time, as the next part; returns its result.
+    def record(self, storage: InputStorage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call for the first time; returns its result.
 
         Args:
-            call: The call.
+            storage: Keeps its inputs.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            linked: Whether `link_to` or `ticket_for_output` will be asked for its outputs.
 
         Raises:
             HooksAreTaken: Before anything has run: hooks of other code are in force.
         """
-        outer = innermost()
+        call, outer = self.call, innermost()
+        assert call is not None
         if not begin_recording(self):
             raise HooksAreTaken
-        num_saved = len(self.tickets)
         try:
-            inputs = _keep(self, self._storage, outer, (args, kwargs))
+            self._inputs = keep((args, kwargs), storage, _pack_of(outer))
             self._is_recording, self._compares_values = True, call.compare_values
             outputs = call.first(args, kwargs)
         except BaseException as error:  # the caller may catch the error and continue
-            self._forget(num_saved, call.name)
+            self._failed = call.name
+            self.release()
             if is_of_second_pair(error):
                 raise RecomputeError(
                     f"{call.name} brings saved_tensors_hooks into force, and Paddle allows one "
@@ -180,52 +155,24 @@ class Frame:
         finally:
             self._is_recording = self._compares_values = False
             end_recording()
-        self.parts.append((call, inputs))
         if self.observer is not None:
             self.observer.recorded(self)
-        if linked:
-            for leaf, tensor in enumerate(_nested.tensors_in(outputs)):
-                link = Link(len(self.parts) - 1, leaf)
-                self._outputs[id(tensor)] = (weakref.ref(tensor), stamp_of(tensor), link)
         return outputs
 
-    def link_to(self, tensor: paddle.Tensor) -> Link | None:
-        """The output of an earlier part that `tensor` is; None if it is none or was changed."""
-        if not self.parts or id(tensor) not in self._outputs:  # no parts: its backward is over
-            return None
-        known, stamp, link = self._outputs[id(tensor)]
-        output = known()  # None or another tensor if the id was reused
-        if output is None or output is not tensor:
-            return None
-        return None if is_written_since(output, stamp) else link
+    @property
+    def is_released(self) -> bool:
+        """Whether its inputs are gone, so that it cannot run again."""
+        return self.call is None
 
-    def ticket_for_output(self, tensor: paddle.Tensor) -> FrameTicket | None:
-        """A ticket for an output, which is kept in place of the tensor."""
-        link = self.link_to(tensor)
-        if link is None:
-            return None
-        ticket, look = self.pack(tensor), look_of(tensor)
-        # No operator of the frame saves it: it is found by its link, not by its number.
-        self._of_outputs.append((self.tickets.pop(), link, look))
-        keep_looks(self.looks, len(self.tickets))
-        self.num_awaited += 1
-        return ticket
-
-    def _forget(self, num_saved: int, name: str) -> None:
-        """Of a part that failed, called `name`, before which there were `num_saved` tickets."""
-        for reference in self.tickets[num_saved:]:
-            if (ticket := reference()) is not None:
-                ticket.failed = name
-        for number in range(num_saved, len(self.tickets)):
-            self.checksums.pop(number, None)
-        del self.tickets[num_saved:]
-        keep_looks(self.looks, num_saved)
+    def release(self) -> None:
+        """Let the inputs go, and what the call holds."""
+        self.call = self._inputs = None
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
         dtypes, strides, offsets, sizes = self.looks
         ticket = _new_ticket(FrameTicket)
-        ticket.frame, ticket.failed, ticket.tensor, ticket.layout = self, "", None, None
+        ticket.frame, ticket.tensor, ticket.layout = self, None, None
         ticket.is_spent = ticket.is_for_engine = False
         dtypes.append(dtype_of(tensor))  # `look_of`, without a frame
         strides.append(None if tensor.is_contiguous() else tensor.strides)
@@ -234,23 +181,23 @@ class Frame:
         sizes.append(None)
         self.tickets.append(weakref.ref(ticket))
         if self._compares_values:
-            self.checksums[len(self.tickets) - 1] = _checksum(tensor)
+            self.checksums[len(self.tickets) - 1] = checksum(tensor)
         return ticket
 
-    def recompute(self, ticket: FrameTicket, is_last: bool) -> None:
-        """Run the function again, for `ticket` and all others that are in the graph."""
+    def recompute(self, is_last: bool) -> None:
+        """Run the call again, for all tickets that are in the graph."""
         if self._is_recording:
             raise RecomputeError(
                 "A recomputed function asks for gradients of its own intermediate results while "
                 "it is still running (paddle.grad or backward inside it). Move that part out of "
                 "the recomputed function."
             )
-        if ticket.failed:
+        if self._failed:
             raise RecomputeError(
-                f"{ticket.failed} raised in its first forward, so the tensors that it computed "
+                f"{self._failed} raised in its first forward, so the tensors that it computed "
                 "before cannot be differentiated. Compute them outside of the recomputed function."
             )
-        if not self.parts:
+        if self.call is None:
             raise RecomputeError(
                 "The inputs of a recomputed function were released: its backward ran, or failed, "
                 "without retain_graph=True."
@@ -262,7 +209,7 @@ class Frame:
                 self.observer.again(self, self._recompute)
         except BaseException:
             if is_last:  # Paddle keeps what it held when a hook raises
-                self.parts.clear()
+                self.release()
             raise
 
     def end(self) -> None:
@@ -275,153 +222,44 @@ class Frame:
             assert backward is not None
             backward.at_end[id(self)] = self._end
         if not self.num_awaited:
-            self.parts.clear()
+            self.release()
 
     def _end(self) -> None:
         """Release the inputs at the end of a backward, unless a ticket needs another second run."""
-        if self.parts and all(
-            ticket.is_spent or ticket.tensor is not None for ticket in self._live_tickets()
+        if all(
+            ticket is None or ticket.is_spent or ticket.tensor is not None
+            for ticket in self._live_tickets()
         ):
-            self.parts.clear()
+            self.release()
 
-    def _live_tickets(self) -> list[FrameTicket]:
-        """The tickets in the graph."""
-        references = [*self.tickets, *(reference for reference, _, _ in self._of_outputs)]
-        return [ticket for reference in references if (ticket := reference()) is not None]
-
-    @property
-    def name(self) -> str:
-        """The name of the frame in errors."""
-        first, last = self.parts[0][0].name, self.parts[-1][0].name
-        return first if len(self.parts) == 1 else f"{first} to {last}"
+    def _live_tickets(self) -> list[FrameTicket | None]:
+        """The tickets; None where one is not in the graph any more."""
+        return [reference() for reference in self.tickets]
 
     def _recompute(self) -> None:
-        again = _Repetition(self)
-        outputs: list[list[paddle.Tensor]] = []
-        is_linked = bool(self._outputs)
-        for call, inputs in self.parts:
-            args, kwargs = fetch(inputs, outputs)
-            # Enable gradients first: inside an unpack hook they are disabled, and Paddle ignores
-            # hooks that are registered then.
-            had_gradients = set_gradients(True)
-            begin_recording(again)
-            # On a tensor from outside, the hook of the first forward is there already.
-            watch_hooks()
-            hooks = begin_passing_hooks()
-            try:
-                result = call.repeat(args, kwargs)
-            finally:
-                end_passing_hooks(hooks)
-                end_recording()
-                set_gradients(had_gradients)
-            if is_linked:
-                outputs.append(list(_nested.tensors_in(result)))
-        given = again.finish()
-        for reference, link, look in self._of_outputs:
-            if (ticket := reference()) is not None:
-                ticket.keep(outputs[link.part][link.leaf])
-                ticket.layout = look
-                given.append(ticket)
-        self.num_awaited = sum([not ticket.is_spent for ticket in given])
+        call, tickets = self.call, self._live_tickets()
+        assert call is not None
+        again = Repetition(self.looks, self.checksums, tickets)
+        args, kwargs = fetch(self._inputs)
+        # Enable gradients first: inside an unpack hook they are disabled, and Paddle ignores hooks
+        # that are registered then.
+        had_gradients = set_gradients(True)
+        begin_recording(again)
+        # On a tensor from outside, the hook of the first forward is there already.
+        watch_hooks()
+        hooks = begin_passing_hooks()
+        try:
+            call.repeat(args, kwargs)
+        finally:
+            end_passing_hooks(hooks)
+            end_recording()
+            set_gradients(had_gradients)
+        again.finish(call.name, check=call.check)
+        self.num_awaited = sum([not ticket.is_spent for ticket in tickets if ticket is not None])
 
 
 class HooksAreTaken(Exception):
     """Saved-tensor hooks of other code are in force."""
-
-
-class _Repetition:
-    """The second run of a frame: keeps the saved tensors, and gives them to the frame's tickets."""
-
-    __slots__ = ("_difference", "_frame", "_is_careful", "_is_matched", "_kept", "_layouts",
-                 "_looks", "_tickets", "_versions")  # fmt: skip
-
-    def __init__(self, frame: Frame) -> None:
-        self._frame = frame
-        self._tickets = [ticket() for ticket in frame.tickets]
-        self._kept: list[Any] = []
-        """Tensors; None where there is no ticket any more."""
-        self._versions: list[int] = []
-        self._looks: list[Look] = []
-        """Those of the first run, once one of them is compared by itself."""
-        self._layouts: dict[int, Look] = {}
-        """The looks of the first run where a tensor lies otherwise in its memory."""
-        self._difference: str | None = None
-        self._is_matched = True
-        self._is_careful = bool(frame.checksums) or not all(self._tickets)
-
-    def pack(self, tensor: paddle.Tensor) -> None:
-        """Keep the tensor, without its graph."""
-        kept = without_graph(tensor)
-        self._kept.append(kept)
-        self._versions.append(version_of(kept))
-        if self._is_careful and len(self._kept) <= len(self._tickets):
-            self._look_now(len(self._kept) - 1, kept)
-
-    def _look_now(self, count: int, tensor: paddle.Tensor) -> None:
-        """Compare a tensor while its values are those that were saved; it is not kept if its ticket
-        is not in the graph any more.
-        """
-        self._compare(count, tensor)
-        ticket, checksums = self._tickets[count], self._frame.checksums
-        if ticket is None:
-            self._kept[count] = None
-        elif checksums.get(count) not in (None, _checksum(tensor)):
-            self._note(count, f"({describe(tensor)}) has other values than in the first one")
-
-    def _compare(self, count: int, tensor: paddle.Tensor) -> None:
-        """Note where a tensor differs from that of the first run, or lies otherwise in its memory:
-        a reloaded input or a copied buffer may do so.
-        """
-        self._looks = self._looks or each_look(self._frame.looks)
-        was, look = self._looks[count], look_of(tensor)
-        if was == look:
-            return
-        self._layouts[count] = was
-        if was[0] != look[0] or was[3] != look[3]:
-            # Then it is not known which tensor is which, though others may be alike by chance.
-            self._is_matched = False
-            then = f"{dtype_name(dtype_in(was))}{[*was[3]]}"
-            self._note(count, f"was {then}, now it is {describe(tensor)}")
-
-    def _note(self, count: int, difference: str) -> None:
-        """Note the first difference."""
-        if self._difference is None:
-            place = f"saved tensor {count} of {len(self._tickets)}"
-            self._difference = f"{place} {difference}"
-
-    def finish(self) -> list[FrameTicket]:
-        """Compare the two runs, and give the tensors to the tickets; returns those.
-
-        Raises:
-            RecomputeError: They saved different tensors, and the check is on or a ticket has no
-                tensor.
-        """
-        kept, num_saved = self._kept, len(self._tickets)
-        if not self._is_careful and looks_of(kept) != self._frame.looks:
-            for count in range(min(len(kept), num_saved)):
-                # What was changed in place since raises when it is asked for.
-                if version_of(kept[count]) == self._versions[count]:
-                    self._compare(count, kept[count])
-        if len(kept) != num_saved:
-            self._difference = self._difference or (
-                f"{num_saved} tensors were saved for the backward, now {len(kept)}"
-            )
-        is_matched = self._is_matched and len(kept) >= num_saved
-        must_fail = self._frame.parts[0][0].check or not is_matched
-        if self._difference is not None and must_fail:
-            raise RecomputeError(
-                f"The second forward of {self._frame.name} is not a repetition of the first: "
-                f"{self._difference}. {REPETITION_ADVICE}"
-            )
-        given = []
-        for ticket, tensor, version in zip(self._tickets, kept, self._versions, strict=False):
-            if ticket is not None:
-                ticket.tensor, ticket.version, ticket.layout = tensor, version, None
-                given.append(ticket)
-        for count, layout in self._layouts.items():
-            if (ticket := self._tickets[count]) is not None:
-                ticket.layout = layout
-        return given
 
 
 class _DiscardAll:
@@ -435,14 +273,14 @@ class _DiscardAll:
 
 def is_inside_a_frame() -> bool:
     """Whether a recomputed function is running, for the first or the second time."""
-    return isinstance(innermost(), (Frame, _Repetition, _DiscardAll))
+    return isinstance(innermost(), _OURS)
 
 
 def run_inside_a_repetition(
     call: Call, storage: InputStorage, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run an inner `call` while the outer frame is being recomputed."""
-    _keep(None, storage, innermost(), (args, kwargs))
+    keep((args, kwargs), storage, _pack_of(innermost()))
     begin_recording(_DiscardAll())
     try:
         return call.function(*args, **kwargs)
@@ -452,42 +290,12 @@ def run_inside_a_repetition(
 
 def is_inside_a_repetition() -> bool:
     """Whether a recomputed function is running for the second time."""
-    return isinstance(innermost(), (_Repetition, _DiscardAll))
+    return isinstance(innermost(), (Repetition, _DiscardAll))
 
 
-# ------------------------------------------------------------------------------------ inputs
+_OURS = (Frame, Repetition, _DiscardAll)
 
 
-def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, inputs: Any) -> Any:
-    """`inputs` with every tensor replaced by an `Input` that can restore it.
-
-    The source of the tensor is the first that applies: a parameter, which is kept as it is; a
-    ticket of the outer frame; an output of an earlier part; a ticket of a cheap part; `storage`.
-    """
-    surrounding = outer if isinstance(outer, (Frame, _Repetition, _DiscardAll)) else None
-    kept: dict[int, Input] = {}
-
-    def keep(leaf: Any) -> Any:
-        if not _nested.is_tensor(leaf):
-            return leaf
-        found = kept.get(id(leaf))
-        if is_parameter(leaf):
-            source: Any = leaf
-        elif surrounding is not None:
-            # Each time that it is there: an argument of the outer function, and the tensor that it
-            # captured, are one tensor in its first forward and two in its second.
-            source = surrounding.pack(leaf)
-        elif found is None:
-            link = frame.link_to(leaf) if frame is not None else None
-            source = link or _discarded.ticket_for(leaf) or storage.keep(leaf)
-        if found is None:
-            stamp = stamp_of(leaf) if isinstance(source, paddle.Tensor) else None
-            attributes = None if is_parameter(leaf) else _nested.attributes_of(leaf)
-            found = kept[id(leaf)] = Input(source, leaf.stop_gradient, stamp, attributes)
-        return found
-
-    return _nested.map_leaves(keep, inputs)
-
-
-def _checksum(tensor: paddle.Tensor) -> int:
-    return zlib.crc32(tensor.numpy().tobytes())
+def _pack_of(outer: Recorder | None) -> Callable[[paddle.Tensor], Kept | None] | None:
+    """What gives tickets of the `outer` frame, if there is one."""
+    return outer.pack if isinstance(outer, _OURS) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -13,20 +13,14 @@ from paddle_recompute._paddle.backward import is_last_backward
 from paddle_recompute._paddle.layers import is_initialized, is_parameter
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import Kept
+from paddle_recompute.recompute._offload import InputStorage
 from paddle_recompute.replay import Stamp, is_written_since, released
-
-
-@dataclass(frozen=True)
-class Link:
-    """Output tensor number `leaf` of part number `part` of the same frame."""
-
-    part: int
-    leaf: int
+from paddle_recompute.replay import stamp as stamp_of
 
 
 class Input:
-    """An argument tensor of a part, and how to restore it: from a tensor, a `Link`, a ticket of the
-    outer frame, or what `InputStorage.keep` returned.
+    """An argument tensor of a call, and how to restore it: from a tensor, a ticket of the outer
+    frame, or what `InputStorage.keep` returned.
 
     Not a dataclass, because `map_leaves` would look for tensors inside it.
     """
@@ -46,7 +40,7 @@ class Input:
         self.attributes = dict(attributes) if attributes else None
         """What the user has put on the tensor (Paddle 3.x), as it was then."""
 
-    def fetch(self, outputs: list[list[paddle.Tensor]]) -> paddle.Tensor:
+    def fetch(self) -> paddle.Tensor:
         source = self.source
         if self.stamp is not None:
             if not is_initialized(source):
@@ -61,8 +55,6 @@ class Input:
             if is_parameter(source):
                 return source
             tensor = source
-        elif isinstance(source, Link):
-            tensor = outputs[source.part][source.leaf]
         elif isinstance(source, Kept):
             tensor = source.value(is_last_backward())
         else:
@@ -76,8 +68,41 @@ class Input:
         return tensor
 
 
-def fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
-    """`inputs` with every `Input` replaced by its tensor; `outputs` are those of earlier parts."""
+def keep(
+    inputs: Any, storage: InputStorage, pack: Callable[[paddle.Tensor], Kept | None] | None
+) -> Any:
+    """`inputs` with every tensor replaced by an `Input` that can restore it.
+
+    Args:
+        inputs: The arguments of a call.
+        storage: Keeps tensors that no outer frame keeps. Parameters are kept as they are.
+        pack: Gives the tickets of the outer frame; None: there is no outer frame.
+    """
+    kept: dict[int, Input] = {}
+
+    def keep_leaf(leaf: Any) -> Any:
+        if not _nested.is_tensor(leaf):
+            return leaf
+        found = kept.get(id(leaf))
+        if is_parameter(leaf):
+            source: Any = leaf
+        elif pack is not None:
+            # Each time that it is there: an argument of the outer function, and the tensor that it
+            # captured, are one tensor in its first forward and two in its second.
+            source = pack(leaf)
+        elif found is None:
+            source = storage.keep(leaf)
+        if found is None:
+            stamp = stamp_of(leaf) if isinstance(source, paddle.Tensor) else None
+            attributes = None if is_parameter(leaf) else _nested.attributes_of(leaf)
+            found = kept[id(leaf)] = Input(source, leaf.stop_gradient, stamp, attributes)
+        return found
+
+    return _nested.map_leaves(keep_leaf, inputs)
+
+
+def fetch(inputs: Any) -> Any:
+    """`inputs` with every `Input` replaced by its tensor."""
     fetched: dict[int, paddle.Tensor] = {}
 
     def tensor_of(leaf: Any) -> Any:
@@ -85,7 +110,7 @@ def fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
             return leaf
         tensor = fetched.get(id(leaf))
         if tensor is None:
-            tensor = fetched[id(leaf)] = leaf.fetch(outputs)
+            tensor = fetched[id(leaf)] = leaf.fetch()
         return tensor
 
     return _nested.map_leaves(tensor_of, inputs)

@@ -15,7 +15,7 @@ from paddle_recompute._paddle.backward import watch_backward
 from paddle_recompute._paddle.translation import never_translate, set_translator
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.recompute import _discarded
+from paddle_recompute.recompute import _plainly
 from paddle_recompute.recompute._frames import (
     Frame,
     HooksAreTaken,
@@ -23,8 +23,7 @@ from paddle_recompute.recompute._frames import (
     run_inside_a_repetition,
 )
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
-from paddle_recompute.recompute._segments import Segment
-from paddle_recompute.recompute.program.marked_call import run_marked
+from paddle_recompute.recompute.program.marked_call import BY_ITSELF, Mark, run_marked
 from paddle_recompute.replay import Call, watch_writes
 
 DeterminismCheck = Literal["default", "values", "none"]
@@ -177,8 +176,7 @@ def run_recomputed(
     *,
     storage: InputStorage | None = None,
     name: str = "",
-    gives_up_outputs: bool = False,
-    segment: tuple[Segment, int] | None = None,
+    mark: Mark = BY_ITSELF,
 ) -> Any:
     """`recompute` with its options in one object, so that `kwargs` may have any name.
 
@@ -189,9 +187,13 @@ def run_recomputed(
         options: The options of `recompute`.
         storage: Where its inputs are kept, if not where the options say.
         name: Its name in errors; "": its own name.
-        gives_up_outputs: Whether its outputs, too, are recomputed (`_discarded`).
-        segment: The segment of the call, and the call's position there.
+        mark: How it is marked in a Program.
+
+    Raises:
+        ConfigError: In dygraph, the call is part of a segment.
     """
+    if _plainly.num_running:
+        return function(*args, **kwargs)
     if not is_dygraph():
         return run_marked(
             function,
@@ -199,8 +201,7 @@ def run_recomputed(
             kwargs,
             name=name,
             is_offloaded=storage is not None or options.offload not in (None, "none"),
-            gives_up_outputs=gives_up_outputs,
-            segment=segment,
+            mark=mark,
         )
     watch_backward()
     watch_writes()
@@ -213,14 +214,14 @@ def run_recomputed(
             return function(*args, **kwargs)
         if is_inside_a_repetition():
             return run_inside_a_repetition(call, storage, args, kwargs)
-        if segment is not None:
-            chain, position = segment
-            return chain.record(position, call, storage, args, kwargs)
-        frame = Frame(storage)
-        outputs = frame.record(call, args, kwargs, linked=gives_up_outputs)
-        if gives_up_outputs:
-            _discarded.offer(outputs, (args, kwargs), frame)
-        return outputs
+        if mark.segment:
+            raise ConfigError(
+                f"recompute.policy: segments joins {call.name} with its neighbours, which a "
+                "Program can (mode: static, compile_model) and dygraph cannot. Set policy: all or "
+                "every_n, or name other parts in checkpoints: a Sequential of several blocks is "
+                "recomputed as one"
+            )
+        return Frame(call).record(storage, args, kwargs)
     except HooksAreTaken:
         # Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
         _logger.warning(

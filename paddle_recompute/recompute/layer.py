@@ -5,24 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import paddle
 
-from paddle_recompute._paddle.backward import watch_backward
 from paddle_recompute._paddle.counting import around_counting
-from paddle_recompute._paddle.translation import (
-    never_translate,
-    never_translate_files_below,
-    set_translator,
-)
+from paddle_recompute._paddle.translation import never_translate, never_translate_files_below
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import SelectionError
-from paddle_recompute.recompute._discarded import Keeper
 from paddle_recompute.recompute._frames import is_inside_a_frame
-from paddle_recompute.recompute._hooks import begin_recording, end_recording, innermost
-from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import (
     DeterminismCheck,
     Offload,
@@ -30,6 +21,7 @@ from paddle_recompute.recompute.function import (
     log_reentrant,
     run_recomputed,
 )
+from paddle_recompute.recompute.program.marked_call import BY_ITSELF, Mark
 from paddle_recompute.replay import is_recomputing, name_of
 
 never_translate_files_below(os.path.dirname(__file__))
@@ -74,19 +66,6 @@ class WrappedLayer(paddle.nn.Layer):
         return bare
 
 
-@dataclass(frozen=True)
-class Turn:
-    """How a recomputed call of a Layer is treated.
-
-    Attributes:
-        segment: The segment that it belongs to, and its position there.
-        gives_up_outputs: Whether its outputs, too, are recomputed (`_discarded`).
-    """
-
-    segment: tuple[Segment, int] | None = None
-    gives_up_outputs: bool = False
-
-
 class RecomputeLayer(WrappedLayer):
     """A Layer whose every call is a `recompute`; `recompute_wrapper` makes one from a Layer.
 
@@ -94,75 +73,48 @@ class RecomputeLayer(WrappedLayer):
     """
 
     _added: ClassVar[tuple[str, ...]] = (
-        "_recompute_options", "_recompute_name", "_recompute_turns", "_recompute_next",
-        "_recompute_forward_count",
+        "_recompute_options", "_recompute_name", "_recompute_mark", "_recompute_plan",
+        "_recompute_next", "_recompute_forward_count",
     )  # fmt: skip
     _recompute_options: RecomputeOptions
     _recompute_name: str
-    _recompute_turns: tuple[Turn | None, ...]
-    _recompute_next: int | None
-    """The number of the next turn; None: the only turn is that of every call."""
+    _recompute_mark: Mark
+    _recompute_plan: tuple[bool, ...]
+    """For each call in a step, whether it is recomputed; empty: every call is."""
+    _recompute_next: int
+    """The number of the next call in the plan."""
     _recompute_forward_count: int
-
-    def segments_of_calls(self) -> list[Segment | None]:
-        """The segment of each recomputed call of a step; None: the call is one by itself."""
-        turns = filter(None, self._recompute_turns)
-        return [turn.segment[0] if turn.segment is not None else None for turn in turns]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Layer's own call, recomputed in the backward."""
         if not is_recomputing():
             self._recompute_forward_count += 1
-        turn = self._recompute_turns[0] if self._recompute_next is None else self._next_turn()
-        if turn is None:
+        if self._recompute_plan and not self._is_next_recomputed():
             return super().__call__(*args, **kwargs)
         return run_recomputed(
-            super().__call__,
-            args,
-            kwargs,
-            self._recompute_options,
-            gives_up_outputs=turn.gives_up_outputs,
-            segment=turn.segment,
+            super().__call__, args, kwargs, self._recompute_options, mark=self._recompute_mark
         )
 
-    def _next_turn(self) -> Turn | None:
+    def _is_next_recomputed(self) -> bool:
         # Inside a frame both runs must do the same, so there is no counting there.
         if is_dygraph() and (is_inside_a_frame() or not paddle.is_grad_enabled()):
-            return None
-        assert self._recompute_next is not None
-        turn = self._recompute_turns[self._recompute_next % len(self._recompute_turns)]
+            return False
+        plan = self._recompute_plan
+        is_recomputed = plan[self._recompute_next % len(plan)]
         self._recompute_next += 1
-        return turn
-
-
-class SelectiveLayer(WrappedLayer):
-    """A Layer around cheap recomputed parts: its operators do not keep the outputs of these."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The Layer's own call, with a `Keeper` for what its operators save."""
-        # In a Program the pass decides what is kept.
-        is_recorded = is_dygraph() and innermost() is None and paddle.is_grad_enabled()
-        if not (is_recorded and begin_recording(Keeper())):
-            return super().__call__(*args, **kwargs)
-        watch_backward()
-        translator = set_translator(None)
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            set_translator(translator)
-            end_recording()
+        return is_recomputed
 
 
 class RecomputedFunction:
-    """A recomputed function that is an attribute of a Layer, such as its activation.
+    """A recomputed function that is an attribute of a Layer, such as its activation."""
 
-    Its outputs are recomputed too: see `_discarded`.
-    """
-
-    def __init__(self, function: Callable[..., Any], options: RecomputeOptions, name: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], options: RecomputeOptions, name: str, mark: Mark
+    ) -> None:
         self.function = function
         self._options = options
         self._name = name
+        self._mark = mark
         self.is_called = False
         """Whether any forward has called it."""
 
@@ -170,7 +122,7 @@ class RecomputedFunction:
         """The function's own call, recomputed in the backward."""
         self.is_called = True
         return run_recomputed(
-            self.function, args, kwargs, self._options, name=self._name, gives_up_outputs=True
+            self.function, args, kwargs, self._options, name=self._name, mark=self._mark
         )
 
 
@@ -234,8 +186,8 @@ def wrap(
     options: RecomputeOptions,
     name: str,
     *,
-    turns: tuple[Turn | None, ...] = (Turn(),),
-    is_planned: bool = False,
+    mark: Mark = BY_ITSELF,
+    plan: tuple[bool, ...] = (),
 ) -> AnyLayer:
     """`recompute_wrapper` with all options of the policies and of a plan.
 
@@ -243,11 +195,11 @@ def wrap(
         layer: As in `recompute_wrapper`.
         options: Of `recompute`.
         name: As in `recompute_wrapper`.
-        turns: How the calls of the Layer are treated; None: as a plain call.
-        is_planned: Whether there is a turn for each call in a step, over and over. The calls that
-            build a graph are counted, which is right as long as every step makes the same calls;
-            otherwise a call gets the treatment of another one, which costs memory or time and
-            changes no number.
+        mark: How its calls are marked in a Program.
+        plan: For each call in a step, whether it is recomputed; empty: every call is. The calls
+            that build a graph are counted, which is right as long as every step makes the same
+            calls; otherwise a call gets the treatment of another one, which costs memory or time
+            and changes no number.
     """
     if isinstance(layer, RecomputeLayer):
         raise SelectionError(
@@ -256,17 +208,11 @@ def wrap(
         )
     layer._recompute_options = options
     layer._recompute_name = name
-    layer._recompute_turns = turns
-    layer._recompute_next = 0 if is_planned else None
+    layer._recompute_mark = mark
+    layer._recompute_plan = plan
+    layer._recompute_next = 0
     layer._recompute_forward_count = 0
     replace_class(layer, RecomputeLayer)
-    return layer
-
-
-def wrap_scope(layer: AnyLayer) -> AnyLayer:
-    """Make `layer` a `SelectiveLayer` if it is none."""
-    if not isinstance(layer, SelectiveLayer):
-        replace_class(layer, SelectiveLayer)
     return layer
 
 

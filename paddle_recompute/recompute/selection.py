@@ -15,14 +15,15 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import children_of
-from paddle_recompute.errors import RecomputeError, SelectionError
+from paddle_recompute._paddle.version import is_dygraph
+from paddle_recompute.errors import RecomputeError, SelectionError, listed
 from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.recompute._auto import find_blocks, is_container
 from paddle_recompute.recompute._first_step import FirstStep
 from paddle_recompute.recompute._fleet import wrap_with_fleet
 from paddle_recompute.recompute._parts import is_cheap, join, named_parts
-from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import RecomputeOptions
+from paddle_recompute.recompute.program.marked_call import Mark
 from paddle_recompute.recompute.treatment import WRAPPED, wrap_part
 
 _logger = logging.getLogger("paddle_recompute")
@@ -34,9 +35,9 @@ class RecomputeReport:
 
     Attributes:
         wrapped: Names of the recomputed parts, in the model's order.
-        segments: The same names, grouped: the parts of a group are recomputed together.
+        segments: The same names, grouped: a Program recomputes the parts of a group together.
         left_out: Names that match a pattern but are not wrapped, each with the reason.
-        gives_up_outputs: Names of the cheap parts whose outputs are recomputed too.
+        gives_up_outputs: Names of the cheap parts whose outputs a Program recomputes too.
         chosen: What ``checkpoints: auto`` found, as ``"encoder.layers.* (12 x EncoderLayer)"``.
 
     The first step checks the selection: a part that no forward has called, or that the model
@@ -79,7 +80,9 @@ class RecomputeReport:
         lines = [f"recompute: {len(self.wrapped)} parts in {len(self.segments)} segments"]
         lines += [f"  checkpoints: auto chose {one}" for one in self.chosen]
         for segment in self.segments:
-            note = "" if segment[0] not in self.gives_up_outputs else " (and its output)"
+            note = (
+                "" if segment[0] not in self.gives_up_outputs else " (in a Program, its output too)"
+            )
             lines.append(f"  {' + '.join(segment)}{note}")
         lines += [f"  {name}: left out, {reason}" for name, reason in self.left_out.items()]
         return "\n".join(lines)
@@ -95,9 +98,11 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     sublayers. If the patterns match a Layer and a part inside it, only the outer Layer is wrapped.
     A container without a forward of its own (LayerList, LayerDict) stands for its members.
 
-    A part without a weight matrix (a function, Dropout, LayerNorm) is cheap to compute. Its output
-    is not kept either: it is recomputed for the later operators that need it. To name only such
-    parts is selective recompute: matrix products run once, large cheap tensors are computed twice.
+    A part without a weight matrix (a function, Dropout, LayerNorm) is cheap to compute. In a
+    Program its output is not kept either: it is recomputed for the later operators that need it. To
+    name only such parts is selective recompute: matrix products run once, large cheap tensors are
+    computed twice. In dygraph such a part keeps its input, which may cost more than it saves: a
+    warning names it.
 
     Args:
         model: Any Layer. Its selected parts are wrapped in place (`recompute_wrapper`).
@@ -109,6 +114,8 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     Raises:
         SelectionError: A pattern matches nothing (the message names similar parts), or a part is
             already wrapped. The model is then unchanged.
+        ConfigError: Raised by the first forward in dygraph: ``policy: segments`` joins parts of a
+            Program only.
 
     Examples:
         >>> import paddle
@@ -150,13 +157,20 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
         cheap = ()
         wrap_with_fleet({name: parts[name] for name in wrapped}, config.preserve_rng_state)
     else:
+        if cheap and is_dygraph():
+            _logger.warning(
+                "recompute: %s: no weight matrix, so recompute may keep more (the input) than it "
+                "saves; in dygraph, name the blocks around such parts. A Program recomputes their "
+                "outputs too, and saves memory",
+                listed(cheap),
+            )
         options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
         owners = dict(model.named_sublayers(include_self=True))
         for names in segments:
-            segment = Segment(names) if len(names) > 1 else None
+            segment = names[-1] if len(names) > 1 else ""
             for position, name in enumerate(names):
-                joined = (segment, position) if segment is not None else None
-                wrap_part(owners, name, parts[name], options, joined, name in cheap)
+                mark = Mark(segment, continues=position > 0, gives_up_outputs=name in cheap)
+                wrap_part(owners, name, parts[name], options, mark)
     now = named_parts(model)[0]  # functions have become `RecomputedFunction`s
     watched = {name: now[name] for name in wrapped}
     first_step = FirstStep(model, watched, is_ours=config.engine != "fleet")

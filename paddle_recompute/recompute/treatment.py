@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import paddle
@@ -11,59 +10,42 @@ import paddle
 from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._fleet import FleetRecomputeLayer
 from paddle_recompute.recompute._parts import named_parts
-from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import RecomputeOptions
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
-    Turn,
     WrappedLayer,
     wrap,
-    wrap_scope,
 )
+from paddle_recompute.recompute.program.marked_call import Mark
 
 WRAPPED = (RecomputeLayer, RecomputedFunction, FleetRecomputeLayer)
 """The parts that are recomputed."""
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Consecutive calls that are treated together.
-
-    Attributes:
-        layers: Names of the Layers, in the order of the calls; one name: a call of its own.
-        calls: For each of them, which of its calls in a step, from 0.
-    """
-
-    layers: tuple[str, ...]
-    calls: tuple[int, ...]
-
-
 def treat_calls(
     model: paddle.nn.Layer,
-    units: Sequence[Unit],
+    calls: Iterable[tuple[str, int]],
     num_calls: Mapping[str, int],
     *,
     preserve_rng_state: bool = True,
 ) -> None:
-    """Recompute the calls of `units` and no others.
+    """Recompute `calls` and no others.
 
     Args:
         model: Its Layers are wrapped in place.
-        units: What is recomputed whole.
+        calls: Name of a Layer, and which of its calls in a step, from 0.
         num_calls: How often each Layer is called in a step.
         preserve_rng_state: As in `recompute`.
     """
     layers = dict(model.named_sublayers(include_self=True))
-    turns: dict[str, list[Turn | None]] = {name: [None] * num for name, num in num_calls.items()}
-    for unit in units:
-        segment = Segment(unit.layers) if len(unit.layers) > 1 else None
-        for position, (name, call) in enumerate(zip(unit.layers, unit.calls, strict=True)):
-            turns[name][call] = Turn((segment, position) if segment is not None else None)
+    plans = {name: [False] * num for name, num in num_calls.items()}
+    for name, call in calls:
+        plans[name][call] = True
     options = RecomputeOptions(preserve_rng_state)
-    for name, own in turns.items():
-        if any(own):
-            wrap(layers[name], options, name, turns=tuple(own), is_planned=True)
+    for name, plan in plans.items():
+        if any(plan):
+            wrap(layers[name], options, name, plan=tuple(plan))
 
 
 def wrap_part(
@@ -71,18 +53,14 @@ def wrap_part(
     name: str,
     part: Any,
     options: RecomputeOptions,
-    segment: tuple[Segment, int] | None,
-    cheap: bool,
+    mark: Mark,
 ) -> None:
     """Wrap the Layer or the function `part`, called `name`, in the Layer that has it."""
-    owner_name, _, attribute = name.rpartition(".")
-    owner = owners[owner_name]
-    if cheap:
-        wrap_scope(owner)
     if isinstance(part, paddle.nn.Layer):
-        wrap(part, options, name, turns=(Turn(segment, cheap),))
+        wrap(part, options, name, mark=mark)
     else:
-        setattr(owner, attribute, RecomputedFunction(part, options, name))
+        owner_name, _, attribute = name.rpartition(".")
+        setattr(owners[owner_name], attribute, RecomputedFunction(part, options, name, mark))
 
 
 def is_treated(model: paddle.nn.Layer) -> str | None:
@@ -91,6 +69,15 @@ def is_treated(model: paddle.nn.Layer) -> str | None:
         if isinstance(part, WRAPPED):
             return name
     return None
+
+
+def wrapped_layers(model: paddle.nn.Layer) -> dict[str, paddle.nn.Layer]:
+    """The sublayers of `model` that are recomputed as a whole, by name."""
+    return {
+        name: layer
+        for name, layer in model.named_sublayers(include_self=True)
+        if isinstance(layer, RecomputeLayer | FleetRecomputeLayer)
+    }
 
 
 def undo_recompute(model: paddle.nn.Layer) -> None:

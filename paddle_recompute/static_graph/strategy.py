@@ -107,11 +107,9 @@ def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:
     names: dict[str, None] = {}
     for layer in model.sublayers(include_self=True):
         if isinstance(layer, RecomputeLayer):
-            for chain in layer.segments_of_calls():
-                if chain is not None:
-                    names[chain.names[-1]] = None
-                elif not hands_on(layer):  # else the Program has no operator of it
-                    names[layer._recompute_name] = None
+            segment = layer._recompute_mark.segment
+            if segment or not hands_on(layer):  # else the Program has no operator of it
+                names[segment or layer._recompute_name] = None
         for value in vars(layer).values():
             if isinstance(value, RecomputedFunction):
                 names[value._name] = None

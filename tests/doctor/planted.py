@@ -401,9 +401,9 @@ def with_a_frozen_layer() -> Given:
     return case
 
 
-def in_segments() -> Given:
+def wrapped_before() -> Given:
     model = nn.Sequential(*[linear() for _ in range(6)])
-    apply_recompute(model, RecomputeConfig(checkpoints=["*"], policy="segments", segments=2))
+    apply_recompute(model, RecomputeConfig(checkpoints=["*"], policy="every_n"))
     return given(model)
 
 
@@ -427,5 +427,5 @@ HEALTHY: dict[str, Callable[[], Given]] = {
     ),
     "a gradient cache": lambda: cached(nn.Sequential(linear(), nn.LayerNorm(WIDTH))),
     "a frozen first layer and the optimizer of the rest": with_a_frozen_layer,
-    "wrapped before, in segments": in_segments,
+    "wrapped before": wrapped_before,
 }

@@ -231,12 +231,10 @@ class Built(paddle.nn.Layer):
     def make_chain(self, op: Op, chain: paddle.nn.LayerList) -> None:
         for number, block in enumerate(chain):
             block.raises = number == op.second
-        policy = ["segments", "all", "every_n"][op.first % 3]
         config = RecomputeConfig(
             enable=self.run.__name__ != "plain",
             checkpoints=[str(number) for number in range(len(chain))],
-            policy=policy,
-            segments=1 if policy == "segments" else "auto",
+            policy=["all", "every_n"][op.first % 2],
         )
         apply_recompute(chain, config)
 

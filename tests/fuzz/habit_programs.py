@@ -43,7 +43,7 @@ WITHOUT = frozenset(filter(None, os.environ.get("FUZZ_WITHOUT", "").split(",")))
 # ----------------------------------------------------------------------------------- descriptions
 
 CALLS = ("layer", "lambda", "method", "partial", "keyword")
-POLICIES = ("all", "every_n", "segments")
+POLICIES = ("all", "every_n")
 DOORS = (*CALLS, "fleet", "wrapper", *POLICIES, "values", "chain", "chain on disk", "cache")
 FINISHES = ("backward", "backward", "backward", "twice", "two losses", "grad", "penalty")
 

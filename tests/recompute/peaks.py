@@ -86,8 +86,6 @@ STEPS: dict[str, Callable[[paddle.nn.Layer, paddle.Tensor], paddle.Tensor]] = {
     "halves of blocks": each_block_in_halves,
     "wrapped blocks": of_config(),
     "every second block": of_config(policy="every_n"),
-    "three segments": of_config(policy="segments"),
-    "cheap parts": of_config(checkpoints=["*.1", "*.2", "*.4"]),
 }
 
 

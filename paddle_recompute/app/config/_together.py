@@ -40,6 +40,12 @@ WHAT_GOES_TOGETHER = (
         ),
         ("mode=static", f"{_PLACE} strategy.sharding", "a Program owns its parameters"),
         ("mode=static", "train.compile", "it is one Program as it is"),
+        (
+            "mode=dygraph & recompute.enable=true & train.compile=none",
+            "recompute.policy=segments",
+            "a Program alone joins sublayers; set policy: all or every_n, or name other sublayers "
+            "in recompute.checkpoints",
+        ),
         ("mode=static", "train.on_oom", "a Program may have updated some of the parameters"),
         (
             f"mode=dygraph & {_AMP}",

@@ -41,7 +41,12 @@ from paddle_recompute.app.trainer import (
     wrap,
 )
 from paddle_recompute.distributed import barrier, broadcast_from_rank0, values_of_ranks
-from paddle_recompute.errors import PaddleRecomputeError, RecomputeError, SelectionError
+from paddle_recompute.errors import (
+    ConfigError,
+    PaddleRecomputeError,
+    RecomputeError,
+    SelectionError,
+)
 
 _MOMENT = ":moment1"
 _WORDS = Path(__file__).with_name("report.txt.j2")
@@ -67,6 +72,11 @@ def train_and_compare(config: Config, *, steps: int, say: Callable[[str], Any]) 
         DataError: The pairs cannot be read, or are too few for a batch.
         OutputError: The report cannot be written.
     """
+    if config.recompute.policy == "segments":
+        raise ConfigError(
+            "parity trains in dygraph too, where recompute.policy: segments is refused; set "
+            "policy: all"
+        )
     notes, why_not_fleet = _notes(config), _what_fleet_has_not(config)
     rank = join_ranks(config)
     configs = {run: _config_for(config, run) for run in RUNS if run != FLEET or not why_not_fleet}
@@ -139,7 +149,6 @@ def _notes(config: Config) -> list[str]:
 def _what_fleet_has_not(config: Config) -> str:
     """A sentence that lists the settings that fleet's recompute lacks; empty: there are none."""
     settings = {
-        "recompute.policy": config.recompute.policy == "segments" and "segments",
         "contrastive.chunk_size": config.contrastive.chunk_size,
         "contrastive.chunk_tokens": config.contrastive.chunk_tokens,
     }

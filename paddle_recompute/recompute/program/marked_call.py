@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -16,10 +17,28 @@ import paddle
 from paddle_recompute._paddle.static import native
 from paddle_recompute._paddle.static.marks import recomputed_call
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.program._backend import backend
 from paddle_recompute.recompute.program.recompute import recompute_segments
 from paddle_recompute.replay import layers_of
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How a recomputed call is marked in a Program.
+
+    Attributes:
+        segment: The name of the segment that it is in: that of its last Layer; "": the call is one
+            by itself. Dygraph has no segments.
+        continues: Whether it is the next part of the segment, not the first.
+        gives_up_outputs: Whether what later operators take from it is computed again too.
+    """
+
+    segment: str = ""
+    continues: bool = False
+    gives_up_outputs: bool = False
+
+
+BY_ITSELF = Mark()
 
 
 def run_marked(
@@ -29,8 +48,7 @@ def run_marked(
     *,
     name: str,
     is_offloaded: bool,
-    gives_up_outputs: bool,
-    segment: tuple[Segment, int] | None,
+    mark: Mark,
 ) -> Any:
     """Call `function` and mark its operators in the Program as one recomputed call.
 
@@ -40,8 +58,7 @@ def run_marked(
         kwargs: Its keyword arguments.
         name: The name of the call in the Program; None: the function's name.
         is_offloaded: Whether offload of its inputs was requested.
-        gives_up_outputs: As in `run_recomputed`.
-        segment: As in `run_recomputed`; all calls of a segment get the name of its last Layer.
+        mark: How it is marked.
 
     Raises:
         ConfigError: `is_offloaded`.
@@ -53,14 +70,12 @@ def run_marked(
             f"recompute({name}): offload works in dygraph only; in a static graph the executor "
             "owns the variables. Leave out offload (recompute.offload: none), or unwrap() the Layer"
         )
-    continues = False
-    if segment is not None:
-        chain, position = segment
-        name, continues = chain.names[-1], position > 0
     layers = layers_of(function, (args, kwargs))
     trains = not layers or any(layer.training for layer in layers)
     backend().prepare_to_static(name, trains, _recompute_calls)
-    with recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs):
+    with recomputed_call(
+        mark.segment or name, continues=mark.continues, gives_up_outputs=mark.gives_up_outputs
+    ):
         return function(*args, **kwargs)
 
 

@@ -53,7 +53,9 @@ FAULTS = {
     "recompute.memory_budget=1GiB; recompute.engine=fleet; recompute.policy=budget": "fleet",
     "recompute.policy=al": "did you mean all?",
     "recompute.segments=3": "set policy: segments",
-    "recompute.policy=segments; recompute.segments=many": "must be a valid integer or 'auto'",
+    "mode=static; recompute.policy=segments; "
+    "recompute.segments=many": "must be a valid integer or 'auto'",
+    "recompute.policy=segments": "mode: dygraph: a Program alone joins sublayers; set policy: all",
     "recompute.checkpoints=[]": "must have at least 1 item",
     "strategy.amp=1": "must be a valid boolean",
     "strategy.amp=true; strategy.amp_configs.dtype=half": "must be 'float16' or 'bfloat16'",
