@@ -1,7 +1,7 @@
 """Ranks: signs of life, agreement, barriers, broadcasts, collectives that notice a dead peer.
 
 `peers()` connects a rank once to the control server in rank 0 (`connection`, `control_client`,
-`control_server`), `connect_early()` before Paddle is imported.
+`control_server`), `connect_early()` before Paddle is imported (`early`).
 What is compared at the start, and who died or failed, goes through it: ``peers().exchange``.
 What each step needs goes through collectives of the backend: with gloo in a lane (`gloo_lane`),
 on a device on its streams (`waiting_collectives`); a few numbers by `reduce_numbers`, tensors by
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paddle_recompute.distributed.control_client import connect_early, connected_early
+from paddle_recompute.distributed.early import connect_early, connected_early
 from paddle_recompute.distributed.peer_state import Limits, Scope
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The connection of this process to the other ranks, and Paddle's process group on top of it.
 
-`peers` is the connection. Where `control_client.connect_early` has made it, the ranks meet there
+`peers` is the connection. Where `early.connect_early` has made it, the ranks meet there
 before Paddle's process group is made (`join_process_group`); else it is made when it is first
 needed, with the store of the process group as the place where rank 0 says where it listens.
 """
@@ -20,13 +20,9 @@ from paddle_recompute._paddle.backward import hand_on, watch_backward
 from paddle_recompute._paddle.distributed import init_parallel_env, store_await, store_publish
 from paddle_recompute._paddle.endpoint import master_endpoint
 from paddle_recompute._paddle.native_calls import end_native_calls, native_call
-from paddle_recompute.distributed.control_client import (
-    ControlClient,
-    connect_early,
-    connected_early,
-    key_of,
-)
+from paddle_recompute.distributed.control_client import ControlClient
 from paddle_recompute.distributed.control_server import ControlServer
+from paddle_recompute.distributed.early import connect_early, connected_early, key_of
 from paddle_recompute.distributed.peer_state import Limits, Scope
 from paddle_recompute.errors import PeerError
 
@@ -71,6 +67,9 @@ def join_process_group() -> None:
         SyncError: gloo does not connect the ranks.
     """
     if dist.is_initialized():
+        return
+    if dist.get_world_size() == 1:  # no other rank to wait for
+        dist.init_parallel_env()
         return
     client = connect_ranks()
     client.explain_sigterm()

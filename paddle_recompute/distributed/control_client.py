@@ -17,8 +17,8 @@ through `ControlClient.fail` where the library sees the error, else from `sys.ex
 with the first. A rank that does not come to any wait within ``peer_timeout`` after that, because it
 hangs in code of somebody else, is ended by the thread.
 
-Needs no Paddle: `connect_early` connects before Paddle is imported, `connection.peers` after the
-ranks have joined Paddle's process group.
+Needs no Paddle: `early.connect_early` connects before Paddle is imported, `connection.peers` after
+the ranks have joined Paddle's process group.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import hmac
 import itertools
 import json
-import logging
 import math
 import os
 import re
@@ -40,20 +38,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from paddle_recompute._paddle.endpoint import master_endpoint
+from paddle_recompute._paddle.native_calls import exit_now
 from paddle_recompute.distributed import control_wire as wire
 from paddle_recompute.distributed.control_server import TICK, ControlServer
 from paddle_recompute.distributed.control_wire import Message
-from paddle_recompute.distributed.peer_state import CONTROL_KEY, Limits, PeerState, Scope, where
+from paddle_recompute.distributed.peer_state import (
+    CONTROL_KEY,
+    Limits,
+    PeerState,
+    Said,
+    Scope,
+    one_line,
+    ranks_apart,
+    where,
+)
 from paddle_recompute.errors import PeerError, SyncError
 
 _POLL = 0.1
 _MOST_CONTENTS = 8  # the message of an error has room for few
-_LONGEST_CAUSE = 4000  # characters of an error that the other ranks show
 _EXPLANATION = 5.0  # seconds to find out whose fault a failed collective is
 _PARTING = 10.0  # seconds for the server, on a busy machine, to pass on this rank's last words
 _RETURN = 5.0  # seconds for collectives to return when the process ends
@@ -64,17 +69,7 @@ is in rank 0 (``LibUVMasterDaemon``, 3.x), aborts if a rank hangs up while the p
 _TOLD = 1.0  # the same, after a SIGTERM: Paddle's launcher sends a SIGKILL 3 s later
 _LAST_AT_START = 30.0
 """Seconds that a rank which fails before all are connected waits for the others to connect."""
-START_SECONDS = 120.0
-"""For all ranks to connect, from the start of their processes on."""
 Error = TypeVar("Error", bound=BaseException)
-
-
-@dataclass(frozen=True)
-class Said:
-    """What some of the ranks said."""
-
-    ranks: tuple[int, ...]
-    content: Any
 
 
 class _Answer:
@@ -152,8 +147,6 @@ class ControlClient:
         # A socket that a forked child held open would hide the end of this process.
         os.register_at_fork(after_in_child=self._close)
 
-    # ------------------------------------------------------------------------------ waiting
-
     def exchange(
         self, label: str, scope: Scope, value: Any = None, *, lane: str = "main", most: int = 0
     ) -> list[Said]:
@@ -185,7 +178,7 @@ class ControlClient:
         self.wait_until(answer.here.wait, label, scope)
         groups = answer.groups
         if len({group["label"] for group in groups}) > 1:
-            raise self.fail(_apart(where(groups)))
+            raise self.fail(ranks_apart(where(groups)))
         return [Said(tuple(one["ranks"] or scope.ranks), one["value"]) for one in groups]
 
     def compare(self, label: str, scope: Scope, content: Any) -> list[Said] | None:
@@ -266,7 +259,7 @@ class ControlClient:
         if trouble is not None:
             return PeerError(self._complaint(trouble, what))
         apart = self._peer_state.apart(serial) if serial else None
-        return _apart(apart) if apart is not None else None
+        return ranks_apart(apart) if apart is not None else None
 
     def explain(self, error: BaseException, what: str, scope: Scope) -> PeerError:
         """The `PeerError` that says why a collective of `scope` failed with `error`.
@@ -297,8 +290,6 @@ class ControlClient:
             )
         return f"{trouble}. Rank {self.rank} waited {self.place} for {what}."
 
-    # ------------------------------------------------------------------------------ speaking
-
     def fail(self, error: Error) -> Error:
         """End the run on all ranks, with `error` as the cause if it is the first; returns it."""
         if threading.current_thread().daemon:  # it does not end the process
@@ -307,7 +298,7 @@ class ControlClient:
             self._is_failed = True
         if self._peer_state.cause() is None:
             self._ends_last = True
-            message = str(error) if isinstance(error, PeerError) else _one_line(error)
+            message = str(error) if isinstance(error, PeerError) else one_line(error)
             told: Message = {"kind": "failed", "place": self.place, "message": message}
             self._peer_state.take({**told, "rank": self.rank, "host": socket.gethostname()})
             self._send(told)
@@ -351,7 +342,7 @@ class ControlClient:
         if self.exit_code is not None and not is_safe:
             # A rank is stopped. Were a collective with it to come back from now on, or that rank
             # to hang up, the process would end with SIGABRT.
-            _exit_now(self.exit_code)
+            exit_now(self.exit_code)
 
     def _waits_until_alone(self, server: ControlServer) -> bool:
         deadline = time.monotonic() + _LAST
@@ -427,8 +418,6 @@ class ControlClient:
         if self._socket is not None:
             self._socket.close()
 
-    # ----------------------------------------------------------------------------- listening
-
     def _listen(self) -> None:
         """Send signs of life and note what the control server says, until the process ends."""
         line = self._connect()
@@ -470,7 +459,7 @@ class ControlClient:
                 f"PeerError: {complaint}. Rank {self.rank} has not noticed {self.place} for "
                 f"{self._ticks_stuck * TICK:.0f} s (peer_timeout), so its process is ended.\n"
             )
-            _exit_now(1)
+            exit_now(1)
 
     def _connect(self) -> socket.socket:
         """Connect, and send what was said before; a socket that is closed if that fails."""
@@ -510,70 +499,3 @@ class ControlClient:
             self._over.set()
         else:
             self._peer_state.take(message)
-
-
-def _exit_now(code: int) -> None:
-    """End the process without the rest of Python's shutdown."""
-    logging.shutdown()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
-
-
-def _apart(where_the_ranks_are: str) -> SyncError:
-    return SyncError(
-        f"the ranks are not in the same place of the program: {where_the_ranks_are}. Every rank "
-        "must take the same number of steps and make the same calls in the same order."
-    )
-
-
-def _one_line(error: BaseException) -> str:
-    name = type(error).__name__
-    return f"{name}: {' '.join(str(error).split())[:_LONGEST_CAUSE]}" if str(error) else name
-
-
-def key_of(token: str) -> bytes:
-    """The key of a run that `token` tells from others."""
-    return hmac.digest(os.environ.get(CONTROL_KEY, "").encode(), token.encode(), "sha256")
-
-
-_early: list[ControlClient] = []
-
-
-def connected_early() -> ControlClient | None:
-    """What `connect_early` has made; None: it was not called, or this is no rank of several."""
-    return _early[0] if _early else None
-
-
-def connect_early(patience: float = START_SECONDS) -> ControlClient | None:
-    """Connect this process to the other ranks before Paddle's process group exists.
-
-    Rank 0 listens where Paddle's store will listen, until all ranks have connected; so no other
-    address has to be known. The ranks connect in a thread, and this returns at once. From then on
-    an error of any rank ends all of them.
-
-    Args:
-        patience: Seconds for all ranks to connect.
-
-    Returns:
-        The connection, one for this process; None if this process is no rank of several.
-    """
-    rank, size = (os.environ.get(f"PADDLE_TRAINER{name}", "") for name in ("_ID", "S_NUM"))
-    if not _early and rank.isdigit() and size.isdigit() and int(size) > 1:
-        endpoint = master_endpoint()
-        host, _, port = endpoint.rpartition(":")
-        key = key_of(f"{endpoint}/{os.environ.get('PADDLE_TRAINER_ENDPOINTS')}")
-        server = None
-        if rank == "0":
-            try:
-                server = ControlServer(host, key, int(size), port=int(port), patience=patience)
-            except OSError as error:
-                raise PeerError(
-                    f"rank 0 cannot listen at {endpoint} ({error.strerror}): another process may "
-                    "use the port, as a run that has not ended; choose another one"
-                ) from error
-        _early.append(ControlClient(int(rank), int(size), host, int(port), key, patience, server))
-        _early[0].is_early = True
-        _early[0].explain_sigterm()
-    return _early[0] if _early else None
