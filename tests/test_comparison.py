@@ -36,10 +36,10 @@ def test_what_is_nothing_but_rounding_may_be_any_rounding() -> None:
     assert differences(expected, {"bias": array(1e-3), "weight": array(1.0)}, rounding)
 
 
-def test_an_array_of_which_one_last_bit_changes_all_is_nothing_but_rounding() -> None:
-    """A BatchNorm of few rows behind a ReLU, in bfloat16."""
-    expected = {"weight": array(1.0, 2.0)}
-    rounding = Rounding(expected, Precision.of("bfloat16"))
-    rounding.add({"weight": array(-1.0, 0.1)})
-    assert not differences(expected, {"weight": array(-1.1, 0.0)}, rounding)
-    assert differences(expected, {"weight": array(np.nan, 0.0)}, rounding)
+def test_in_a_coarse_comparison_an_array_that_rounds_by_more_than_a_tenth_may_be_anything() -> None:
+    expected = {"weight": array(1.0, 2.0), "scale": array(1.0)}
+    rounding = Rounding(expected, Precision.of("bfloat16"), is_coarse=True)
+    rounding.add({"weight": array(0.7, 2.0), "scale": array(1.02)})
+    assert not differences(expected, {"weight": array(0.0, 0.0), "scale": array(1.2)}, rounding)
+    assert differences(expected, {"weight": array(np.nan, 0.0), "scale": array(1.0)}, rounding)
+    assert differences(expected, {"weight": array(1.0, 2.0), "scale": array(0.0)}, rounding)

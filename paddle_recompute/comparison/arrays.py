@@ -84,14 +84,13 @@ _PRECISIONS = {
 }
 _FLOOR = 4
 """An array may always differ by so many last bits of its largest element."""
-_ALL = 0.9
-"""An array is nothing but rounding if moved runs differ by more than this share of it: behind a
-BatchNorm of few rows in bfloat16; or..."""
 _NOTHING_BUT = 0.1
-"""...by more than this share of it, and..."""
+"""An array is nothing but rounding if moved runs differ by more than this share of it, and..."""
 _SMALL = 1000
 """...it is below so many last bits, and below `_NOTHING_BUT`, of the run's largest element. The
 gradient of a bias before a BatchNorm, which is zero in exact arithmetic, is such an array."""
+_COARSE = 4
+"""A coarse comparison multiplies `Precision.factor` by it, and takes no notice of `_SMALL`."""
 
 
 @dataclass
@@ -104,11 +103,13 @@ class Rounding:
     Attributes:
         expected: The run that is not moved.
         precision: The precision in which operators compute.
+        is_coarse: Whether the two runs compute in different precisions.
         sizes: The largest relative difference in the moved runs, by array.
     """
 
     expected: Seen
     precision: Precision
+    is_coarse: bool = False
     sizes: dict[str, float] = field(default_factory=dict)
 
     def add(self, moved: Seen) -> None:
@@ -120,14 +121,11 @@ class Rounding:
         """As of `Tolerance`."""
         own, precision = self.sizes.get(name, 0.0), self.precision
         typical = statistics.median([one for one in self.sizes.values() if one] or [0.0])
-        noise = precision.factor * max(own, typical)
+        noise = precision.factor * (_COARSE if self.is_coarse else 1) * max(own, typical)
         is_small = size <= min(_SMALL * precision.last_bit, _NOTHING_BUT) * largest_of_run
-        if is_small and own > _NOTHING_BUT:
-            return noise * size
-        expected = self.expected.get(name)
-        if own > _ALL and expected is not None:
-            return noise * largest(expected)
-        return size * max(min(noise, precision.most), _FLOOR * precision.last_bit)
+        if not ((is_small or self.is_coarse) and own > _NOTHING_BUT):
+            noise = max(min(noise, precision.most), _FLOOR * precision.last_bit)
+        return noise * size
 
 
 @dataclass(frozen=True)

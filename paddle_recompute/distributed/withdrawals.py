@@ -21,13 +21,19 @@ class Member(Protocol):
         """Another rank has given it up, or another member. Does nothing if it was given up here."""
 
 
-_members: weakref.WeakSet[Member] = weakref.WeakSet()
+_members: weakref.WeakKeyDictionary[object, Member] = weakref.WeakKeyDictionary()
 _telling: weakref.WeakSet[object] = weakref.WeakSet()
 
 
-def take_part(member: Member) -> None:
-    """Let `member` follow what other ranks give up."""
-    _members.add(member)
+def take_part(owner: object, member: Member) -> None:
+    """Let `member` follow what other ranks give up, as long as `owner` lives.
+
+    Args:
+        owner: What `member` belongs to; it may have one member, the last one. `member` must not
+            hold it.
+        member: What follows.
+    """
+    _members[owner] = member
 
 
 def tell_with(collective: object) -> None:
@@ -42,10 +48,10 @@ def is_told() -> bool:
 
 def has_withdrawn() -> bool:
     """Whether a member was given up on this rank."""
-    return any(member.refusal for member in _members)
+    return any(member.refusal for member in _members.values())
 
 
 def follow() -> None:
     """Some rank has given up a member: give up all of them."""
-    for member in list(_members):
+    for member in list(_members.values()):
         member.follow()

@@ -9,9 +9,9 @@ import numpy as np
 import paddle
 
 from paddle_recompute import _nested
+from paddle_recompute.comparison import Array
 from paddle_recompute.distributed import first_that_differs, mean_of_array, scope_of
 from paddle_recompute.distributed import values_of_ranks as gather
-from paddle_recompute.doctor.observation import Array
 from paddle_recompute.doctor.report import DoctorReport
 
 

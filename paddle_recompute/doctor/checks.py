@@ -8,7 +8,8 @@ import numpy as np
 import paddle
 
 from paddle_recompute._paddle.layers import BATCH_NORMS
-from paddle_recompute.doctor.observation import Array, LossError, Observation, Output
+from paddle_recompute.comparison import GRADIENT_OF, Tolerance, differences
+from paddle_recompute.doctor.observation import BUFFER, LOSS, LossError, Observation, Output
 from paddle_recompute.doctor.report import DoctorReport
 from paddle_recompute.errors import PaddleRecomputeError, first_sentence
 
@@ -100,36 +101,31 @@ def check_equal(
     where = first_difference(plain.outputs, seen.outputs) if has_outputs else None
     if where is not None:
         report.add("forward_differs", where, f"its output with {what} is not the output without")
-    elif abs(plain.loss - seen.loss) > tolerance * max(abs(plain.loss), 1e-6):
+    wrong = differences(plain.seen(), seen.seen(), Tolerance(tolerance))
+    if LOSS in wrong and where is None:
         report.add(
             "loss_differs", "", f"the loss is {seen.loss:.8g} with {what}, {plain.loss:.8g} without"
         )
-    differing = {
-        name: fault
-        for name, expected in plain.gradients.items()
-        if (fault := _difference(expected, seen.gradients.get(name), tolerance)) is not None
-    }
+    differing = [one.removeprefix(GRADIENT_OF) for one in wrong if one.startswith(GRADIENT_OF)]
     if differing:
         # The gradient flows from the last call to the first: the last one is the first to differ.
         first_calls = reversed([*enumerate(plain.outputs)])
         order = {output.layer: place for place, output in first_calls}
         name = max(differing, key=lambda one: order.get(one.rpartition(".")[0], -1))
-        kind, advice = _gradient_fault(differing[name], what)
+        kind, advice = _gradient_fault(plain, seen, name, wrong[f"{GRADIENT_OF}{name}"].size, what)
         report.add(
             kind,
             name.rpartition(".")[0] or name,
             f"{name} {advice} ({len(differing)} of {len(plain.gradients)} gradients differ)",
         )
-    for name, value in plain.buffers.items():
-        other = seen.buffers.get(name)
-        if other is None or _difference(value, other, tolerance) is not None:
-            report.add(
-                "buffer_differs",
-                name.rpartition(".")[0] or name,
-                f"the buffer {name} differs after a step with {what}: the second forward updates "
-                "it again, or each chunk updates it; use paddle_recompute.recompute, or a "
-                "normalization without running statistics",
-            )
+    for name in [one.removeprefix(BUFFER) for one in wrong if one.startswith(BUFFER)]:
+        report.add(
+            "buffer_differs",
+            name.rpartition(".")[0] or name,
+            f"the buffer {name} differs after a step with {what}: the second forward updates it "
+            "again, or each chunk updates it; use paddle_recompute.recompute, or a normalization "
+            "without running statistics",
+        )
     if has_outputs and not np.array_equal(plain.next_random, seen.next_random):
         report.add(
             "random_stream_differs",
@@ -148,9 +144,11 @@ def _how_it_fails(error: BaseException, what: str) -> tuple[str, str, str]:
     return "error", "", told
 
 
-def _gradient_fault(fault: str, what: str) -> tuple[str, str]:
-    """Kind and message for what `_difference` says of a gradient."""
-    if fault == "missing":
+def _gradient_fault(
+    plain: Observation, seen: Observation, name: str, size: float, what: str
+) -> tuple[str, str]:
+    """Kind and message for a gradient that differs by `size`."""
+    if seen.gradients.get(name) is None:
         advice = "Let its backward begin at the outputs of this model"
         if what == "recompute":
             advice = (
@@ -158,10 +156,10 @@ def _gradient_fault(fault: str, what: str) -> tuple[str, str]:
                 "input is in a list or dict; use paddle_recompute.recompute"
             )
         return "gradient_missing", f"gets no gradient with {what}, but one without. {advice}"
-    if fault == "extra":
+    if plain.gradients.get(name) is None:
         return "gradient_extra", f"gets a gradient with {what}, but none without"
     return "gradient_differs", (
-        f"gets another gradient with {what}: off by {fault} of the largest entry"
+        f"gets another gradient with {what}: off by {size:.2g} of the largest entry"
     )
 
 
@@ -302,21 +300,3 @@ def first_difference(one: list[Output], other: list[Output]) -> str | None:
     if len(one) != len(other):
         return (one if len(one) > len(other) else other)[min(len(one), len(other))].layer
     return None
-
-
-def _difference(expected: Array | None, found: Array | None, tolerance: float) -> str | None:
-    """None if equal within `tolerance`; else "missing", "extra" or the relative difference."""
-    if expected is None or found is None:
-        if expected is None and found is None:
-            return None
-        present = found if expected is None else expected
-        if present is not None and not present.any():
-            return None  # zeros equal no gradient
-        return "extra" if expected is None else "missing"
-    if np.array_equal(expected, found):
-        return None
-    largest = float(np.abs(expected).max(initial=0))
-    gap = float(np.abs(expected.astype("float64") - found).max(initial=0))
-    if np.isfinite(gap) and gap <= tolerance * max(largest, 1e-12):
-        return None
-    return f"{gap / max(largest, 1e-12):.2g}"

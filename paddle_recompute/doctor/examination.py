@@ -11,12 +11,13 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import parameters_of_optimizer
+from paddle_recompute.comparison import Array, StepState
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.doctor import across_ranks, checks
-from paddle_recompute.doctor.observation import Array, LossError, Observation, State, observe
+from paddle_recompute.doctor.observation import LossError, Observation, observe
 from paddle_recompute.doctor.report import DoctorReport
-from paddle_recompute.errors import first_sentence
+from paddle_recompute.errors import ConfigError, first_sentence
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import apply_recompute, called_plainly, wrapped_layers
@@ -63,17 +64,19 @@ def doctor(
         ConfigError: A parameter has a sparse gradient from an earlier step.
     """
     report = DoctorReport()
-    with State(model) as state:
-        distributed = is_distributed()
-        if distributed:
-            across_ranks.check_agreement(report, settings or {})
-            across_ranks.check_start(report, model)
-            across_ranks.check_data(report, batch)
-            if any(one.kind == "ranks_differ" for one in report.findings):
-                return report
-        checks.check_mode(report, model)
-        if recompute is not None:
-            apply_recompute(model, recompute)
+    _refuse_sparse_gradients(model)
+    distributed = is_distributed()
+    if distributed:
+        across_ranks.check_agreement(report, settings or {})
+        across_ranks.check_start(report, model)
+        across_ranks.check_data(report, batch)
+        if any(one.kind == "ranks_differ" for one in report.findings):
+            return report
+    checks.check_mode(report, model)
+    if recompute is not None:
+        apply_recompute(model, recompute)
+    state = StepState(model, whole=True)
+    try:
         examined = _Examined(report, model, state, batch, loss_fn)
         with called_plainly():
             plain, repeated = examined.step(), examined.step()
@@ -93,6 +96,17 @@ def doctor(
             0, f"{len(plain.outputs)} calls of sublayers, {len(wrapped)} recomputed"
         )
         return report
+    finally:
+        state.put_back()
+
+
+def _refuse_sparse_gradients(model: paddle.nn.Layer) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.is_selected_rows():
+            raise ConfigError(
+                f"the parameter '{name}' has a sparse gradient, which would be lost; call the "
+                "doctor after optimizer.clear_grad(set_to_zero=False)"
+            )
 
 
 def _fails_somewhere(report: DoctorReport, plain: Observation) -> bool:
@@ -116,7 +130,7 @@ class _Examined:
 
     report: DoctorReport
     model: paddle.nn.Layer
-    state: State
+    state: StepState
     batch: Any
     loss_fn: Callable[[paddle.nn.Layer, Any], paddle.Tensor]
 
@@ -186,8 +200,8 @@ class _Examined:
         checks.check_equal(report, plain, seen, "gradient synchronization", tolerance)
 
 
-def _draws(plain: Observation, state: State) -> bool:
+def _draws(plain: Observation, state: StepState) -> bool:
     """Whether the plain step took numbers of the random stream."""
-    state.restore()
+    state.restart()
     untouched = paddle.rand([4]).numpy()
     return bool((untouched != plain.next_random).any())

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import paddle
-from numpy.typing import NDArray
 
 from paddle_recompute import _nested
-from paddle_recompute._paddle.layers import is_initialized, non_trained_state
-from paddle_recompute.errors import ConfigError, PaddleRecomputeError
-from paddle_recompute.replay import RngState
+from paddle_recompute._paddle.layers import is_initialized
+from paddle_recompute.comparison import GRADIENT_OF, Array, Seen, StepState
+from paddle_recompute.errors import PaddleRecomputeError
 
-Array = NDArray[Any]
+LOSS, BUFFER = "the loss", "the buffer "
+"""What is seen of a step is named so; the name of the buffer follows."""
 _ROUNDING = 1e-6
 """Relative difference of norms that another order of sums explains, in float32."""
 
@@ -75,67 +75,21 @@ class Observation:
     repeated: list[Output] = field(default_factory=list)
     grown: list[str] = field(default_factory=list)
 
+    def seen(self) -> Seen:
+        """What can be compared array by array."""
+        return {
+            LOSS: np.array(self.loss, "float32"),
+            **{f"{GRADIENT_OF}{name}": one for name, one in self.gradients.items()},
+            **{f"{BUFFER}{name}": one for name, one in self.buffers.items()},
+        }
+
     def calls(self) -> dict[str, int]:
         """The number of calls of each sublayer, in forward and backward."""
         return Counter(output.layer for output in [*self.outputs, *self.repeated])
 
 
-class State:
-    """The parameters, buffers, gradients and random streams of a model, to be put back.
-
-    Raises:
-        ConfigError: A parameter has a sparse gradient, which Paddle (2.6, 3.x) cannot copy.
-    """
-
-    def __init__(self, model: paddle.nn.Layer) -> None:
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and parameter.grad.is_selected_rows():
-                raise ConfigError(
-                    f"the parameter '{name}' has a sparse gradient, which would be lost; call the "
-                    "doctor after optimizer.clear_grad(set_to_zero=False)"
-                )
-        self._tensors = [
-            (tensor, tensor.numpy().copy())
-            for tensor in [*model.parameters(), *model.buffers()]
-            if is_initialized(tensor)
-        ]
-        self._slots = [
-            (tensors, name, tensors[name])
-            for layer in model.sublayers(include_self=True)
-            for tensors, names in non_trained_state(layer)
-            for name in names
-        ]
-        self._gradients = [
-            (parameter, parameter.grad.clone())
-            for parameter in model.parameters()
-            if parameter.grad is not None
-        ]
-        self._model = model
-        self._streams = RngState.capture()
-
-    def restore(self) -> None:
-        """Put everything back; gradients are cleared."""
-        for tensors, name, tensor in self._slots:  # a forward may assign another tensor
-            tensors[name] = tensor
-        with paddle.no_grad():
-            for tensor, value in self._tensors:
-                tensor.set_value(value)
-        for parameter in self._model.parameters():
-            parameter.clear_gradient(False)
-        self._streams.restore()
-
-    def __enter__(self) -> State:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Put everything back, the gradients too."""
-        self.restore()
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-
-
 def observe(
-    model: paddle.nn.Layer, state: State, step: Callable[[], paddle.Tensor], *, backward: bool
+    model: paddle.nn.Layer, state: StepState, step: Callable[[], paddle.Tensor], *, backward: bool
 ) -> Observation:
     """Make a step from `state` and observe it.
 
@@ -150,7 +104,7 @@ def observe(
     calls: SimpleQueue[Output] = SimpleQueue()
     lengths: dict[int, int] = {}
     hooks = []
-    state.restore()
+    state.restart()
 
     def before(_: Any, inputs: Any) -> None:
         for value in inputs if isinstance(inputs, tuple | list) else ():

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 import paddle
 
 from paddle_recompute._paddle import memory
+from paddle_recompute.comparison import StepState
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts, maximum, simulate
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.recompute import is_treated, observed, treat_calls, undo_recompute
-from paddle_recompute.replay import ModelState
 
 if TYPE_CHECKING:
     from paddle_recompute.planner.job import Job
@@ -129,17 +129,13 @@ def check_measurable(job: Job) -> None:
 @contextlib.contextmanager
 def untouched(job: Job) -> Iterator[None]:
     """Restores attributes, buffers and random streams at its end, and drops all gradients."""
-    state = ModelState(job.model)
-    values = [(one, one.numpy().copy()) for one in state.buffers().values()]  # on the host
+    state = StepState(job.model)
     try:
         yield
     finally:
         undo_recompute(job.model)
         job.clear_gradients()
         state.put_back()
-        with paddle.no_grad():
-            for buffer, value in values:
-                buffer.set_value(value)
 
 
 def treat_units(

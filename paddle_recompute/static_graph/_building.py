@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from paddle_recompute._paddle.static import buffers, native, training
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
 from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError, first_sentence
 from paddle_recompute.recompute import apply_recompute, is_treated, undo_recompute
+from paddle_recompute.static_graph._trained_program import ScopeState
 from paddle_recompute.static_graph.options import StaticConfig
 from paddle_recompute.train_step import LOSS_PREFIX, decayed_parameters, make_optimizer
 
@@ -32,6 +34,7 @@ class ProgramBuilder:
         recompute_with: Wraps parts of the model; None: as ``config.recompute`` says.
         first_values: Of the buffers that `model` has found, by variable; the startup Program
             knows zeros only.
+        state: Of a Program that has the same variables, which is run on them; None: on its own.
     """
 
     config: StaticConfig
@@ -39,6 +42,25 @@ class ProgramBuilder:
     schedule: lr.LRScheduler | float
     recompute_with: Callable[[paddle.nn.Layer], object] | None
     first_values: dict[str, NDArray[Any]] = field(default_factory=dict)
+    state: ScopeState | None = None
+
+    def in_float32(self, state: ScopeState) -> ProgramBuilder:
+        """For the same Program without mixed precision, on the variables of `state`."""
+        config = dataclasses.replace(self.config, amp=None)
+        return dataclasses.replace(self, config=config, first_values={}, state=state)
+
+    def started(
+        self, startup: paddle.static.Program, variables: dict[str, dict[str, str]]
+    ) -> ScopeState:
+        """The state of a Program whose variables `startup` makes.
+
+        Args:
+            startup: What makes them.
+            variables: As of `ScopeState`.
+        """
+        if self.state is not None:
+            return dataclasses.replace(self.state, variables=variables)
+        return ScopeState.started(startup, variables, self.first_values)
 
     @contextlib.contextmanager
     def program(self) -> Iterator[tuple[paddle.static.Program, paddle.static.Program]]:

@@ -321,7 +321,7 @@ def _update(
             for total in sums.values():
                 own.fill_in_place(total, 0.0)
         variables = names_in_scope(model, optimizer)
-    state = ScopeState.started(startup, variables, builder.first_values)
+    state = builder.started(startup, variables)
     return norm, list(sums), modes_of(model), state, main
 
 

@@ -1,8 +1,10 @@
 """The Program of a step is compared with dygraph: from the same state, on the same micro-batches.
 
-Both start from the Program's parameters, moved by up to an eighth, and zeros by up to a
-hundredth: a bias or a gate that is still zero would hide what is wrong before it. What a step has
-is its loss, so a gradient is compared as far as the loss depends on it.
+Dygraph computes in float32, so a Program in mixed precision is compared coarsely, and a Program
+that is built without mixed precision sharply: what is converted wrongly, is so in both.
+
+Both start from the Program's parameters, `displaced`. What a step has is its loss, so a gradient is
+compared as far as the loss depends on it.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ from paddle_recompute._paddle.flat import is_frozen
 from paddle_recompute._paddle.static import buffers, training
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
 from paddle_recompute._paddle.walk import ParameterWalk
-from paddle_recompute.comparison import Seen
-from paddle_recompute.distributed import is_distributed, mean_of_array, sum_over_ranks
-from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
-from paddle_recompute.replay import (
+from paddle_recompute.comparison import (
     GRADIENT_OF,
     LATER,
-    DygraphRun,
-    ModelStamp,
     ModelState,
     Occasions,
-    RngState,
+    Run,
+    Seen,
     compare,
+    displaced,
     draws_elsewhere,
     isolated,
     moved,
     on_host,
 )
+from paddle_recompute.distributed import is_distributed, mean_of_array, sum_over_ranks
+from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
+from paddle_recompute.replay import ModelStamp, RngState
 from paddle_recompute.static_graph._building import ProgramBuilder
 from paddle_recompute.static_graph._cached_program import Built
 from paddle_recompute.static_graph._trained_program import Arrays
@@ -62,6 +64,7 @@ class _Step:
         weights: The factor of each loss.
         states: The dygraph models, by the prefix of their parameters' names.
         start: The trained variables of the Program.
+        dtype: In which operators of the Program compute in mixed precision; None without.
         passes: How often it is made: twice if dygraph sets attributes, which the second may read.
     """
 
@@ -71,6 +74,7 @@ class _Step:
     weights: Sequence[float]
     states: dict[str, ModelState]
     start: Arrays
+    dtype: str | None
     passes: int = 0
 
 
@@ -79,6 +83,7 @@ class Comparison:
 
     Args:
         builder: How the Program is built.
+        build: ``build(builder, micro_batch)`` builds another one.
         model: The dygraph model.
         loss: The dygraph loss, if it is a Layer.
         backward: What a micro-batch does in dygraph.
@@ -88,12 +93,14 @@ class Comparison:
     def __init__(
         self,
         builder: ProgramBuilder,
+        build: Callable[[ProgramBuilder, Any], Built],
         model: paddle.nn.Layer,
         loss: paddle.nn.Layer | None,
         backward: Backward,
         *code: Any,
     ) -> None:
-        self._builder, self._code = builder, code
+        self._builder, self._build, self._code = builder, build, code
+        self._in_float32: Built | None = None
         self._layers = {"": model} | ({LOSS_PREFIX: loss} if loss is not None else {})
         self._backward = backward
         self._occasions = Occasions()
@@ -124,35 +131,46 @@ class Comparison:
         """
         streams = RngState.capture()
         known = self._variables(built)
-        with training.dygraph_mode(), built.state.kept(), ExitStack() as stack:
+        with training.dygraph_mode(), ExitStack() as stack:
             stack.callback(streams.restore)
             values = built.state.get(set(known.values()))
             parameters = self._named("named_parameters").items()
             trained = sorted(
                 {known[name] for name, one in parameters if name in known and not one.stop_gradient}
             )
-            start = {name: _moved(values[name], seed) for seed, name in enumerate(trained)}
+            start = {name: displaced(values[name], seed) for seed, name in enumerate(trained)}
             values |= start
             lent = {name: values[variable] for name, variable in known.items()}
             stack.enter_context(self._lent(lent))
             model = self._layers[""]
             stack.enter_context(self._builder.recomputing(model))
             states = {prefix: ModelState(layer) for prefix, layer in self._layers.items()}
-            step = _Step(built, feeds, micro_batches, weights, states, start)
             try:
-                compare(
-                    model,
-                    functools.partial(self._in_dygraph, step),
-                    functools.partial(self._in_program, step),
-                    self._agree,
-                    self._builder.dtype,
-                )
+                for one, dtype in self._programs(built, micro_batches[0]):
+                    step = _Step(one, feeds, micro_batches, weights, states, start, dtype)
+                    with built.state.kept():
+                        compare(
+                            model,
+                            functools.partial(self._in_dygraph, step),
+                            functools.partial(self._in_program, step),
+                            self._agree,
+                            dtype,
+                        )
             except PaddleRecomputeError:
                 raise
             except CONVERSION_ERRORS as error:
                 self._agree(f"its comparison fails with {type(error).__name__}: {error}")
         # Without what the run in dygraph has changed.
         self._stamps = [ModelStamp(one, *self._code) for one in self._layers.values()]
+
+    def _programs(self, built: Built, micro_batch: Any) -> Iterator[tuple[Built, str | None]]:
+        """The Programs that are compared, and the dtype of their mixed precision."""
+        if self._builder.dtype is not None:
+            if self._in_float32 is None:
+                in_float32 = self._builder.in_float32(built.state)
+                self._in_float32 = self._build(in_float32, micro_batch)
+            yield self._in_float32, None
+        yield built, self._builder.dtype
 
     def _agree(self, fault: str, wish: bool = False) -> bool:
         """Whether any rank has the `wish`; all raise where one has a `fault`."""
@@ -169,9 +187,9 @@ class Comparison:
             raise StaticGraphError(self._refused)
         return wishes > 0
 
-    def _in_dygraph(self, step: _Step, moved_by: int) -> DygraphRun:
+    def _in_dygraph(self, step: _Step, moved_by: int) -> Run:
         """Make the step with the dygraph models; the first time, `_Step.passes` is found out."""
-        dtype, states = self._builder.dtype, step.states.values()
+        dtype, states = step.dtype, step.states.values()
         start = step.states[""].streams
         seen: dict[str, NDArray[Any] | None] = {}
         fault, place = "", 0
@@ -198,7 +216,7 @@ class Comparison:
                 elif place == 2:
                     counts = [name for one in before for name in one.changes(of_tensors=False)]
                     fault = f"dygraph changes '{counts[0]}' in every step" if counts else ""
-            return DygraphRun(seen, RngState.capture(), fault or draws_elsewhere(start))
+            return Run(seen, RngState.capture(), fault or draws_elsewhere(start))
 
     def _in_program(self, step: _Step, expected: Seen) -> Seen:
         built = step.built
@@ -255,13 +273,6 @@ class Comparison:
             yield
         finally:
             _set(tensors, own)
-
-
-def _moved(array: NDArray[Any], seed: int) -> NDArray[Any]:
-    if array.dtype.kind != "f":
-        return array
-    by = np.random.default_rng(seed).uniform(-1, 1, array.shape).astype(array.dtype)
-    return np.where(array == 0, by / 64, array * (1 + by / 8)).astype(array.dtype)
 
 
 def _of_all_ranks(array: NDArray[Any] | None, shape: Sequence[int] = ()) -> Any:

@@ -47,7 +47,6 @@ from paddle_recompute.static_graph._feeds import Feeds, arrays_of
 from paddle_recompute.static_graph._trained_program import (
     MICRO_BATCH_WEIGHT,
     Arrays,
-    ScopeState,
     TrainedProgram,
     as_array,
 )
@@ -166,7 +165,7 @@ class StaticTrainStep:
         if model is not None and verify:
             called = loss_fn if grad_cache is None else grad_cache.encode
             self._comparison = Comparison(
-                self._builder, model, self._loss, self._in_dygraph_backward, called
+                self._builder, self._program, model, self._loss, self._in_dygraph_backward, called
             )
         self._state_to_set: dict[str, Any] = {}
         self._has_begun = False
@@ -246,14 +245,7 @@ class StaticTrainStep:
             raise StaticGraphError("the Program of this StaticTrainStep is built already")
         _check_gradients()
         streams = RngState.capture()
-        if self._grad_cache is not None:
-            self._built = CachedProgram.build(
-                self._builder, self._grad_cache, micro_batch, self._input_spec
-            )
-        else:
-            feeds = Feeds(micro_batch, self._input_spec)
-            with training.static_mode():
-                self._built = self._program(feeds)
+        self._built = self._program(self._builder, micro_batch)
         if self._model is not None:
             streams.restore()
             self._state_to_set = {"model": self._in_dygraph(), **self._state_to_set}
@@ -359,21 +351,23 @@ class StaticTrainStep:
             )
         return self._built
 
-    def _program(self, feeds: Feeds) -> TrainedProgram:
-        builder = self._builder
+    def _program(self, builder: ProgramBuilder, micro_batch: Any) -> Built:
+        if self._grad_cache is not None:
+            return CachedProgram.build(builder, self._grad_cache, micro_batch, self._input_spec)
+        feeds = Feeds(micro_batch, self._input_spec)
         assert self._loss_fn is not None
-        with builder.program() as (main, startup):
+        with training.static_mode(), builder.program() as (main, startup):
             model = builder.model(recompute=True)
             in_training = modes_of(model)
-            micro_batch = feeds.variables()
+            variables_of_batch = feeds.variables()
             weight = paddle.static.data(MICRO_BATCH_WEIGHT, [1], "float32")
             with converted("the forward"), builder.mixed_precision():
-                loss = self._loss_fn(model, micro_batch)
+                loss = self._loss_fn(model, variables_of_batch)
             if math.prod(loss.shape) != 1:
                 raise ConfigError(f"loss_fn must return a scalar; its shape is {list(loss.shape)}")
             loss = loss.astype("float32").sum()
             optimizer, norm = builder.optimizer(model, loss, startup)
-            strategy = distributed_strategy(self._config, model)
+            strategy = distributed_strategy(builder.config, model)
             gathers_rows = ranks.has_sums(main)
             _, pairs = minimize(optimizer, loss * weight.sum(), strategy, startup_program=startup)
             variables = names_in_scope(model, optimizer)
@@ -381,7 +375,7 @@ class StaticTrainStep:
             gradients = {
                 known[one.name]: gradient for one, gradient in pairs if gradient is not None
             }
-        state = ScopeState.started(startup, variables, builder.first_values)
+        state = builder.started(startup, variables)
         return TrainedProgram(
             gradients,
             [loss, norm],

@@ -3,9 +3,9 @@
 Paddle's conversion is wrong in ways that no list of refusals covers. So each Program is compared at
 its first step, at its 10th, 100th and 1,000th, with each new shape, and at its next step after a
 sublayer, hook or number that the forward reads has become another, in a Layer, plain object, list,
-dict, global or closure. Both run on copies: outputs, gradients for a fixed random cotangent,
-buffers, attributes and random streams are those of the same state, and nothing of the user's takes
-part.
+dict, global or closure. Both run on copies, of parameters that are `displaced`: outputs, gradients
+for a fixed random cotangent, buffers, attributes and random streams are those of the same state,
+and nothing of the user's takes part.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from paddle_recompute._paddle.layers import (
 from paddle_recompute._paddle.saved_tensors import version_of
 from paddle_recompute._paddle.static import compiled
 from paddle_recompute._paddle.walk import ParameterWalk
-from paddle_recompute.comparison import Seen
-from paddle_recompute.distributed import is_distributed, withdrawals
-from paddle_recompute.errors import StaticGraphError, first_sentence
-from paddle_recompute.replay import (
+from paddle_recompute.comparison import (
     GRADIENT_OF,
-    DygraphRun,
-    ModelStamp,
+    DifferenceError,
     ModelState,
     Occasions,
-    RngState,
+    Run,
+    Seen,
     alias,
     clone,
     compare,
     cotangent,
+    displaced,
     draws_elsewhere,
     isolated,
     moved,
     on_host,
 )
+from paddle_recompute.distributed import is_distributed, withdrawals
+from paddle_recompute.errors import StaticGraphError, first_sentence
+from paddle_recompute.replay import ModelStamp, RngState
 
 
 class ProgramKeeper:
@@ -75,7 +76,7 @@ class ProgramKeeper:
         self._occasions: dict[Any, Occasions] = {}
         self.refusal = ""
         watch_backward()
-        withdrawals.take_part(self)
+        withdrawals.take_part(model, self)
 
     @property
     def model(self) -> paddle.nn.Layer:
@@ -315,41 +316,50 @@ class _Comparison:
         self._args = args
         self._backward = model.training and paddle.is_grad_enabled()
         self._state = ModelState(model)
+        self._start = {
+            name: _displaced(one, seed)
+            for seed, (name, one) in enumerate(self._state.trained.items())
+        }
 
     def reason(self) -> str:
         """Why the Program is not the forward; "" if it is."""
         try:
-            compare(self._model, self._in_dygraph, self._in_program, _agree_alone)
-        except _RefusedError as refusal:
-            return str(refusal)
+            compare(self._model, self._in_dygraph, self._in_program)
+        except DifferenceError as difference:
+            return str(difference)
         finally:
             self._state.put_back()
         return ""
 
-    def _in_dygraph(self, moved_by: int) -> DygraphRun:
+    def _in_dygraph(self, moved_by: int) -> Run:
         state = self._state
-        with isolated({"": state}, moved_by=moved_by) as leaves:
+        with isolated({"": state}, values=self._start, moved_by=moved_by) as leaves:
             seen = self._run(self._forward.eager, leaves, state.buffers, moved_by)
             unseen = [
                 f"eager execution sets '{name}', and a Program does not" for name in state.changes()
             ]
             fault = unseen[0] if unseen else draws_elsewhere(state.streams)
-            return DygraphRun(seen, RngState.capture(), fault)
+            return Run(seen, RngState.capture(), fault)
 
     def _in_program(self, expected: Seen) -> Seen:
         state, tensors = self._state, self._program.tensors()
+        start = {id(state.trained[name]): one for name, one in self._start.items()}
         own = [
-            clone(one) if one.stop_gradient and is_initialized(one) else alias(one)
+            clone(one)
+            if one.stop_gradient and is_initialized(one)
+            else alias(start.get(id(one), one))
             for one in tensors
         ]
         of = {id(one): other for one, other in zip(tensors, own, strict=True)}
-        leaves = {name: of.get(id(one), alias(one)) for name, one in state.trained.items()}
+        leaves = {
+            name: of.get(id(one), alias(self._start[name])) for name, one in state.trained.items()
+        }
         buffers = {name: of.get(id(one), one) for name, one in state.buffers().items()}
         state.streams.restore()
         try:
             return self._run(lambda *args: self._program.run(args, own), leaves, lambda: buffers)
         except compiled.CONVERSION_ERRORS as error:
-            raise _RefusedError(f"it fails with {first_sentence(error)}") from error
+            raise DifferenceError(f"it fails with {first_sentence(error)}") from error
 
     def _run(
         self,
@@ -379,12 +389,9 @@ class _Comparison:
         return seen
 
 
-class _RefusedError(Exception):
-    """Why a Program is refused."""
-
-
-def _agree_alone(fault: str, wish: bool) -> bool:
-    """Each rank compares its own Program."""
-    if fault:
-        raise _RefusedError(fault)
-    return wish
+@paddle.no_grad()
+def _displaced(parameter: paddle.Tensor, seed: int) -> paddle.Tensor:
+    values = displaced(parameter.detach().astype("float32").numpy(), seed)
+    other = paddle.to_tensor(values, place=parameter.place).astype(parameter.dtype)
+    other.stop_gradient, other.name = parameter.stop_gradient, parameter.name
+    return other

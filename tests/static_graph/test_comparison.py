@@ -184,6 +184,49 @@ def test_micro_batches_and_bfloat16_are_compared(overrides: list[str]) -> None:
     assert step(batches).loss > 0
 
 
+class Scaled(nn.Sequential):
+    """A small model; the gradient of its first Layer is multiplied by `factor`."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+        self.factor = factor
+
+    def forward(self, x: Any) -> Any:
+        h = self[0](x)
+        return self[2](self[1](h * self.factor + (h * (1 - self.factor)).detach()))
+
+
+@needs_bfloat16
+def test_in_bfloat16_a_gradient_that_is_wrong_by_a_tenth_is_found() -> None:
+    """It is less than what bfloat16 rounds; the Program without mixed precision shows it."""
+    model, step = step_of(lambda: Scaled(1.0), *BFLOAT16_ON)
+    step([data(0)])
+    model, step = step_of(lambda: Scaled(1.1), *BFLOAT16_ON)
+    model.factor = 1.0
+    with pytest.raises(StaticGraphError, match=f"{OTHERS}the gradient .*'0.bias'.* by 9.*e-02"):
+        step([data(0)])
+
+
+@needs_bfloat16
+def test_in_bfloat16_both_programs_start_from_the_same_statistics() -> None:
+    _, step = step_of(lambda: nn.Sequential(nn.BatchNorm1D(FEATURES), Scaled(1.0)), *BFLOAT16_ON)
+    step([data(0)])
+
+
+@needs_bfloat16
+def test_a_gradient_that_is_missing_in_bfloat16_alone_is_found() -> None:
+    def loss_of_one(model: Any, x: Any) -> Any:
+        model.factor = 0.0 if not built else 1.0
+        built.append(model)
+        return loss_of(model, x)
+
+    built: list[Any] = []
+    _, step = step_of(lambda: Scaled(1.0), *BFLOAT16_ON, loss_fn=loss_of_one)
+    with pytest.raises(StaticGraphError, match=f"{OTHERS}the gradient .*'0.bias'"):
+        step([data(0)])
+    assert len(built) > 2
+
+
 # ------------------------------------------------------------------------------------ when
 
 

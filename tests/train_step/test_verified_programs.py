@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import gc
 import random
 import types
 import warnings
@@ -22,6 +23,7 @@ import pytest
 
 from paddle_recompute import TrainStep, compile_model
 from paddle_recompute._paddle.static.compiled import CompiledForward
+from paddle_recompute.distributed import withdrawals
 from paddle_recompute.errors import StaticGraphError
 from tests import planted_models as planted
 from tests.bits import assert_same_bits, values_of
@@ -486,6 +488,43 @@ def test_an_argument_that_is_equal_and_of_another_type_is_compared() -> None:
     model(paddle.ones([3, 4]), 1)
     with pytest.raises(StaticGraphError, match="output 0 differs"):
         model(paddle.ones([3, 4]), True)
+
+
+class Gated(Base):
+    """As at the start of LoRA and ReZero: neither output nor gradients show the flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        zero = nn.initializer.Constant(0.0)
+        self.gate, self.other = (
+            self.create_parameter([4], default_initializer=zero) for _ in range(2)
+        )
+
+    def forward(self, x: Any, flag: Any = 1) -> Any:
+        return x + self.l(x) * (2.0 if flag is True else 1.0) * self.gate * self.other
+
+
+def test_parameters_that_are_zero_hide_nothing() -> None:
+    model = made(Gated)
+    compile_model(model, SPEC)
+    model(paddle.ones([3, 4]), 1)
+    with pytest.raises(StaticGraphError, match="output 0 differs"):
+        model(paddle.ones([3, 4]), True)
+    assert not model.gate.numpy().any()
+
+
+def test_a_refusal_is_known_as_long_as_the_model_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(withdrawals, "_members", weakref.WeakKeyDictionary())
+    model = made(OfAFlag)
+    compile_model(model, SPEC, or_eager=True)
+    assert not withdrawals.has_withdrawn()
+    model(paddle.ones([3, 4]), 1)
+    with pytest.warns(UserWarning, match="goes on in eager execution"):
+        model(paddle.ones([3, 4]), True)
+    gc.collect()
+    assert withdrawals.has_withdrawn()
+    compile_model(model, SPEC, or_eager=True)  # another Program, which nothing is known against
+    assert not withdrawals.has_withdrawn()
 
 
 def with_a_refusal_on_one_rank(*, compiled: bool) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Which runs must agree, how closely, and whether they do. NumPy alone; no Paddle.
+"""Which runs must agree, how closely, and whether they do.
 
 Parameters are compared after AdamW's updates. AdamW divides a gradient by its own size. If the
 gradient is rounding noise (the bias of an attention's keys, whose true gradient is 0), the
@@ -9,16 +9,16 @@ most (the sum of the learning rates). If the gradient is noise, only the second 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from paddle_recompute import comparison
 from paddle_recompute.app.config import Config
+from paddle_recompute.comparison import Array, differences, largest
 
-Array = NDArray[Any]
 Arrays = dict[str, Array]
 FLEET = "dygraph fleet"
 """The reference: Paddle's own recompute and synchronization of gradients."""
@@ -44,8 +44,7 @@ class Tolerance:
         name: The name in the table.
         reason: Why it is 0, or why it is not.
         loss: Of losses and gradient norms, relative.
-        gradient: Largest difference in a parameter's gradient, relative to its largest element...
-        gradient_floor: ...plus this share of the largest element of all gradients.
+        gradient: Of the parameters' gradients.
         parameter: Root mean square of a parameter's difference, relative to the root mean square of
             its movement from the initial weights plus the sum of the learning rates.
     """
@@ -53,17 +52,17 @@ class Tolerance:
     name: str
     reason: str
     loss: float = 0.0
-    gradient: float = 0.0
-    gradient_floor: float = 0.0
+    gradient: comparison.Tolerance = comparison.EXACT
     parameter: float = 0.0
 
     def __str__(self) -> str:
         if self == EXACT:
             return f"{self.name}: not one bit differs; {self.reason}"
         return (
-            f"{self.name}: losses within {self.loss:g}; gradients within {self.gradient:g} of a "
-            f"parameter's largest element and {self.gradient_floor:g} of the model's; parameters "
-            f"within {self.parameter:g} of their movement; {self.reason}"
+            f"{self.name}: losses within {self.loss:g}; gradients within "
+            f"{self.gradient.relative:g} of a parameter's largest element and "
+            f"{self.gradient.of_run:g} of the model's; parameters within {self.parameter:g} of "
+            f"their movement; {self.reason}"
         )
 
 
@@ -76,8 +75,7 @@ BETWEEN_MODES = Tolerance(
     "or fuse them; measured: no difference with ERNIE-tiny, 5e-7 of a loss with a learned "
     "temperature, 2e-6 with other models and Paddle 2.6.2",
     loss=1e-5,
-    gradient=1e-5,
-    gradient_floor=1e-7,
+    gradient=comparison.Tolerance(1e-5, 1e-7),
     parameter=1e-3,
 )
 BETWEEN_RANKS = Tolerance(
@@ -85,8 +83,7 @@ BETWEEN_RANKS = Tolerance(
     "sums over the pairs or the ranks are computed in another order; measured: 1e-5 of a "
     "parameter's gradient, 5e-5 of its movement after 5 steps",
     loss=1e-5,
-    gradient=1e-4,
-    gradient_floor=1e-6,
+    gradient=comparison.Tolerance(1e-4, 1e-6),
     parameter=1e-3,
 )
 
@@ -138,7 +135,7 @@ def compare(left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance
     """
     return {
         "tolerance": tolerance.name,
-        "loss_difference": _largest([np.array(left.losses) - np.array(right.losses)]),
+        "loss_difference": largest(np.array(left.losses) - np.array(right.losses)),
         "gradient_difference": _largest_difference(left.gradients, right.gradients),
         "parameter_difference": _largest_difference(left.parameters, right.parameters),
         "fault": next(_faults(left, right, initial, tolerance), None),
@@ -153,48 +150,45 @@ def _faults(left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance
         for step, (one, other) in enumerate(zip(ours, theirs, strict=True), 1):
             if not abs(one - other) <= tolerance.loss * abs(one):
                 yield f"{what} of step {step}: {one:.9g} and {other:.9g}"
-    # A parameter with NaN or infinity is reported on its own, and has no part in the others' bound.
-    size = _largest(array[np.isfinite(array)] for array in left.gradients.values())
-    farthest = sum(left.learning_rates)
-
-    def of_gradient(name: str, one: Array, other: Array) -> tuple[float, float]:
-        allowed = tolerance.gradient * _largest([one]) + tolerance.gradient_floor * size
-        return _largest([one - other]), allowed
-
-    def of_parameter(name: str, one: Array, other: Array) -> tuple[float, float]:
-        allowed = tolerance.parameter * (_root_mean_square(one - initial[name]) + farthest)
-        is_noise = name in left.gradients and _largest([left.gradients[name]]) < NOISE * size
-        if is_noise and tolerance != EXACT:
-            allowed = 2 * farthest
-        return _root_mean_square(one - other), allowed
-
-    for what, our, their, measure in (
-        ("gradient", left.gradients, right.gradients, of_gradient),
-        ("parameter", left.parameters, right.parameters, of_parameter),
+    movement = _Movement(left, initial, tolerance)
+    for what, our, their, allowed, measure in (
+        ("gradient", left.gradients, right.gradients, tolerance.gradient, largest),
+        ("parameter", left.parameters, right.parameters, movement, _root_mean_square),
     ):
+        wrong = {name: one.words for name, one in differences(our, their, allowed, measure).items()}
         for name in {**our, **their}:
-            shapes = [arrays[name].shape for arrays in (our, their) if name in arrays]
-            if len(shapes) < 2:
-                yield f"{what} of {name}: only one of the two has it"
-            elif shapes[0] != shapes[1]:
-                yield f"{what} of {name}: shapes {shapes[0]} and {shapes[1]}"
-            else:
-                found, allowed = measure(name, our[name], their[name])
-                if not found <= allowed:
-                    yield f"{what} of {name}: differs by {found:.3g}, allowed is {allowed:.3g}"
+            if name in our and not np.isfinite(our[name]).all():
+                yield f"{what} of {name}: it is not finite"
+            elif name in wrong:
+                yield f"{what} of {name}: {wrong[name]}"
+
+
+class _Movement:
+    """How far parameters may differ, for how far they have moved and could have."""
+
+    def __init__(self, left: Outcome, initial: Arrays, tolerance: Tolerance) -> None:
+        self._left, self._initial, self._tolerance = left, initial, tolerance
+        self._farthest = sum(left.learning_rates)
+        gradients = {name: largest(one) for name, one in left.gradients.items()}
+        noise = NOISE * max(filter(np.isfinite, gradients.values()), default=0.0)
+        self._noise = {name for name, size in gradients.items() if size < noise}
+
+    def allowed(self, name: str, size: float, _: float) -> float:
+        if name in self._noise and self._tolerance != EXACT:
+            return 2 * self._farthest
+        moved = _root_mean_square(self._left.parameters[name] - self._initial[name])
+        return self._tolerance.parameter * (moved + self._farthest)
 
 
 def _largest_difference(left: Arrays, right: Arrays) -> float:
-    return _largest(
-        left[name] - right[name]
-        for name in {*left} & {*right}
-        if left[name].shape == right[name].shape
+    return max(
+        (
+            largest(left[name] - right[name])
+            for name in {*left} & {*right}
+            if left[name].shape == right[name].shape
+        ),
+        default=0.0,
     )
-
-
-def _largest(arrays: Iterable[Array]) -> float:
-    """The largest element; NaN if there is one."""
-    return float(np.max([np.abs(array).max(initial=0.0) for array in arrays], initial=0.0))
 
 
 def _root_mean_square(array: Array) -> float:

@@ -2,7 +2,8 @@
 
 A run `ModelState.isolated` sees the model's values and leaves no trace: it reads leaves of its own
 in place of the trained parameters, so that no ``.grad``, hook or collective takes part, and copies
-of the buffers. `ModelStamp` tells cheaply whether the model is still the one that was stamped.
+of the buffers. A run without isolation works on the user's own tensors; `StepState` puts the values
+back after it.
 """
 
 from __future__ import annotations
@@ -10,32 +11,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
-from operator import is_, itemgetter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import paddle
 
 from paddle_recompute._paddle.layers import (
-    SUBLAYERS_AND_HOOKS,
     attributes_of_every_layer,
-    forward_post_hooks,
-    forward_pre_hooks,
     is_initialized,
     non_trained_state,
-    own_sublayers,
 )
 from paddle_recompute._paddle.writes import address_of
-from paddle_recompute.replay.names import kind_of
-from paddle_recompute.replay.random_streams import RngState
-from paddle_recompute.replay.reach import read_by
+from paddle_recompute.replay import RngState
 
 _DICTS = (dict, collections.OrderedDict)
 _CONTAINERS = (*_DICTS, list, set, collections.deque)
 _NUMBERS = (bool, int, float, complex, type(None))
-_TOLD_BY_VALUE = (*_NUMBERS, str, bytes)
-_members_of = itemgetter(*SUBLAYERS_AND_HOOKS)
 _OWN_PREFIX = "_recompute_"
 """Attributes of wrapped Layers: a forward counts in them, and no number depends on them."""
 
@@ -106,6 +97,12 @@ class ModelState:
         finally:
             self._others = {}
             self.put_back()
+
+    def put_back_buffers(self) -> None:
+        """Let the model hold the tensors that were its buffers, and the streams be as captured."""
+        for tensor, holder, key in self._buffers.values():
+            holder[key] = tensor
+        self.streams.restore()
 
     def buffers(self) -> dict[str, Any]:
         """What the model now has under the name of each buffer, as a forward looks it up."""
@@ -191,128 +188,40 @@ def alias(tensor: paddle.Tensor) -> paddle.Tensor:
     return other
 
 
-class ModelStamp:
-    """What the forwards of a model read: classes, sublayers, hooks and attributes of its Layers;
-    and what `reach` finds in plain objects, lists, dicts, globals and closures.
+class StepState:
+    """What steps of `model` on its own tensors change, the values of tensors too.
 
     Args:
         model: The model.
-        code: Functions that are called beside it, such as a loss.
+        whole: Whether the values of parameters are kept, and gradients, which must not be sparse;
+            the values of buffers are.
     """
 
-    def __init__(self, model: paddle.nn.Layer, *code: Any) -> None:
-        self._model, self._code = model, code
-        self._look()
+    def __init__(self, model: paddle.nn.Layer, *, whole: bool = False) -> None:
+        self._state, self._model = ModelState(model), model
+        trained = model.parameters() if whole else []
+        kept = [one for one in [*self._state.buffers().values(), *trained] if is_initialized(one)]
+        self._values = [(one, one.numpy().copy()) for one in kept]
+        self._gradients = [(one, one.grad.clone()) for one in trained if one.grad is not None]
 
-    def change(self) -> str:
-        """What is not as it was at the last call, or when the stamp was made; "" if nothing.
+    def restart(self) -> None:
+        """Let the next step begin with the same values and streams, and no gradients.
 
-        Where every entry is the object that it was, which is compared in C, no place is looked at.
-        After a change, what came with it is watched, too.
+        Other attributes stay: that a step depends on what the one before it left is to be found.
         """
-        is_rest_same = all(place.is_unchanged() for place in self._rest)
-        if is_rest_same and all(map(is_, self._entries_now(), self._seen)):
-            return ""
-        then = self._held
-        self._look()
-        for place in {**then, **self._held}:
-            label, one = then.get(place, ("", _ABSENT))
-            label, other = self._held.get(place, (label, _ABSENT))
-            is_equal = type(one) is type(other) and isinstance(one, _TOLD_BY_VALUE) and one == other
-            if one is not other and not is_equal:
-                return label
-        return "" if is_rest_same else "a variable of a closure"
+        for parameter in self._model.parameters():
+            parameter.clear_gradient(False)
+        self._state.put_back_buffers()
+        self._set_values()
 
-    def _look(self) -> None:
-        """Look at all that the model reaches now."""
-        names, texts, found = read_by((self._model, *self._code))
-        self._layers, self._rest = found.layers, found.places
-        self._dicts = [*map(vars, self._layers)]
-        known = {id(one): name for name, one in self._model.named_sublayers(include_self=True)}
-        paths = [known.get(id(one)) or type(one).__name__ for one in self._layers]
-        places: list[tuple[str, dict[Any, Any], Callable[[Any], bool] | None]] = []
-        """Label, dict and which of its keys matter; None: all."""
-        for layer, name in zip(self._layers, paths, strict=True):
-            label = "{}" if layer is self._model else f"{name}.{{}}"
-            places.append((label, vars(layer), _read_by(layer, names)))
-            places.append((label, own_sublayers(layer), None))
-            if layer is not self._model:  # whose own hooks run around its Program, not in it
-                for hooks in (forward_pre_hooks(layer), forward_post_hooks(layer)):
-                    places.append((f"the hooks of {name}", hooks, None))
-        inner, named = {}, set()
-        own = {id(one) for entries in self._dicts for one in entries.values()}
-        for container, read in found.beside_layers():
-            if read is not None:
-                places.append(("{}", container, read.__contains__))
-            elif type(container) in _DICTS and id(container) not in own:
-                # It may count steps, too: what matters are the keys that the code names.
-                places.append(("{}", container, lambda key: type(key) is not str or key in texts))
-                named.add(id(container))
-            else:
-                inner[id(container)] = container
-        self._entries = [entries for _, entries, _ in places]
-        self._whole = [entries for _, entries, matters in places if matters is None]
-        self._read: dict[itemgetter[Any], dict[Any, Any]] = {}
-        for _, entries, matters in places:
-            if matters is not None and (keys := [*filter(matters, entries)]):
-                self._read[itemgetter(*keys, keys[0])] = entries  # of one key it gives no tuple
-        inner |= {id(one): one for one in self._values_now() if type(one) in (list, *_DICTS)}
-        self._containers = [one for key, one in inner.items() if key not in named]
-        # Not a tensor with its graph: where there is one, each place is looked at each time.
-        self._seen = [*map(_without_graph, [*self._entries_now()])]
-        self._held = {
-            (id(entries), key, at): (label.format(key), _without_graph(one))
-            for label, entries, matters in places
-            for key, value in [*entries.items()]
-            if matters is None or matters(key)
-            for at, one in enumerate([value, *_inside(value)])
-        }
-        for layer, name in zip(self._layers, paths, strict=True):
-            self._held[id(layer), "", 0] = f"the class of {name}", type(layer)
-        for container in self._containers:
-            for at, one in enumerate(_inside(container)):
-                self._held[id(container), "", at] = "an item of a list or dict", _without_graph(one)
+    def put_back(self) -> None:
+        """Restore it: the same tensors with the same values, wherever a forward has put others."""
+        self._state.put_back()
+        self._set_values()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
 
-    def _entries_now(self) -> Iterator[Any]:
-        """Classes and dicts of all Layers; all keys, and values and what is in lists and dicts as
-        far as they matter; and `_ABSENT`, so that the shorter of two such is not the beginning of
-        the other.
-        """
-        return chain(
-            map(type, self._layers),
-            map(vars, self._layers),
-            chain.from_iterable(map(_members_of, self._dicts)),
-            chain.from_iterable(self._entries),
-            self._values_now(),
-            chain.from_iterable(map(_inside, self._containers)),
-            [_ABSENT],
-        )
-
-    def _values_now(self) -> Iterator[Any]:
-        read = map(itemgetter.__call__, self._read, self._read.values())
-        whole = chain.from_iterable(map(dict.values, filter(None, self._whole)))
-        return chain(whole, chain.from_iterable(read))
-
-
-def _read_by(layer: paddle.nn.Layer, others: frozenset[str] | None) -> Callable[[str], bool]:
-    """Whether an attribute of `layer` may be looked up: by its forward, or by `others`."""
-    read, own = kind_of(type(layer)).attributes, attributes_of_every_layer()
-    if read is None or others is None:
-        return lambda name: name not in own
-    return (read | others - own).__contains__
-
-
-_ABSENT = object()
-
-
-def _inside(value: Any) -> list[Any]:
-    """The elements of a list or deque; the keys and values of a dict."""
-    if type(value) is list:
-        return value
-    if type(value) is collections.deque:
-        return [*value]
-    return [*value, *value.values()] if type(value) in _DICTS else []
-
-
-def _without_graph(value: Any) -> Any:
-    return None if isinstance(value, paddle.Tensor) and not value.is_leaf else value
+    @paddle.no_grad()
+    def _set_values(self) -> None:
+        for tensor, values in self._values:
+            tensor.set_value(values)

@@ -1,10 +1,10 @@
 """Whether a Program computes what dygraph computes from the same state: when to look, and how.
 
 Both are run on the same values (`compare`). What can be seen of a run is compared array by array:
-to the bit, or, where other kernels may have run, within a tolerance that is measured
-(`comparison.Rounding`). For it dygraph runs again with parameters, inputs and cotangents moved by
-one last bit. A fixed relative tolerance does not serve: a gradient that is zero in exact
-arithmetic, such as that of a bias before a BatchNorm, is rounding and nothing else.
+to the bit, or, where other kernels may have run, within a tolerance that is measured (`Rounding`).
+For it dygraph runs again with parameters, inputs and cotangents moved by one last bit. A fixed
+relative tolerance does not serve: a gradient that is zero in exact arithmetic, such as that of a
+bias before a BatchNorm, is rounding and nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import paddle
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state
 from paddle_recompute._paddle.layers import is_initialized
-from paddle_recompute.comparison import (
+from paddle_recompute.comparison.arrays import (
     Array,
     Difference,
     Precision,
@@ -29,8 +29,8 @@ from paddle_recompute.comparison import (
     Seen,
     differences,
 )
-from paddle_recompute.replay.model_state import ModelState, alias
-from paddle_recompute.replay.random_streams import RngState
+from paddle_recompute.comparison.model_state import ModelState, alias
+from paddle_recompute.replay import RngState
 
 STEPS = (1, 10, 100, 1000)
 """A Program is compared in these of its steps."""
@@ -38,8 +38,7 @@ GRADIENT_OF = "the gradient of "
 """The names of the gradients of parameters in `Seen` begin with it."""
 LATER = " in the step after it"
 """The names of what is seen in a second step of the run end with it."""
-_MOVED_RUNS = 5
-
+_MOVED_RUNS = 3
 _FIRST = 16
 
 
@@ -70,7 +69,7 @@ class Occasions:
 
 
 @dataclass(frozen=True)
-class DygraphRun:
+class Run:
     """One run in dygraph.
 
     Attributes:
@@ -84,46 +83,22 @@ class DygraphRun:
     fault: str = ""
 
 
-@contextlib.contextmanager
-def isolated(
-    states: Mapping[str, ModelState], *, moved_by: int = 0, dtype: str | None = None
-) -> Iterator[dict[str, paddle.Tensor]]:
-    """Inside, the models of `states` run as `ModelState.isolated` says; gives the leaves that they
-    read, by prefix and name of the parameter.
-
-    Args:
-        states: By the prefix of their parameters' names.
-        moved_by: As for `moved`.
-        dtype: As for `moved`.
-    """
-    leaves = {
-        f"{prefix}{name}": moved(one, moved_by, dtype) if moved_by else alias(one)
-        for prefix, state in states.items()
-        for name, one in state.trained.items()
-    }
-    with contextlib.ExitStack() as stack:
-        for prefix, state in states.items():
-            own = {name: leaves[f"{prefix}{name}"] for name in state.trained}
-            stack.enter_context(state.isolated(own))
-        yield leaves
+class DifferenceError(Exception):
+    """A Program does not compute what dygraph computes."""
 
 
-def draws_elsewhere(start: RngState) -> str:
-    """What is wrong with a forward that began at `start`, if it draws where no Program does."""
-    moved = start.only_moved()
-    if moved.numpy is None and moved.python is None:
-        return ""
-    return (
-        "its forward draws from Python's random or from NumPy; a Program would repeat the number "
-        "that was drawn while it was built. Draw with Paddle, or before the forward"
-    )
+def alone(fault: str, wish: bool) -> bool:
+    """Of a rank that compares by itself: raises `fault`, and returns the wish."""
+    if fault:
+        raise DifferenceError(fault)
+    return wish
 
 
 def compare(
     model: paddle.nn.Layer,
-    in_dygraph: Callable[[int], DygraphRun],
+    in_dygraph: Callable[[int], Run],
     in_program: Callable[[Seen], Seen],
-    agree: Callable[[str, bool], bool],
+    agree: Callable[[str, bool], bool] = alone,
     dtype: str | None = None,
 ) -> None:
     """Compare a run of a Program of `model` with one in dygraph.
@@ -134,21 +109,64 @@ def compare(
         in_program: Runs the Program from the same state; gets what was seen in dygraph.
         agree: ``agree(fault, wish)`` raises if any rank has a fault (not ""); returns whether any
             rank has the wish. The ranks call it equally often.
-        dtype: As for `moved`.
+        dtype: As for `moved`; then the comparison is coarse.
     """
     own = in_dygraph(0)
     agree(own.fault, False)
     found = in_program(own.seen)
     since = own.end.only_moved()
     has_drawn = since.generators is not None or since.tracker is not None
-    differ = bool(differences(own.seen, found))
     # All ranks make the runs with moved numbers, or none: a loss may have collectives.
+    differ = bool(differences(own.seen, found))
     if agree("it draws other random numbers than dygraph" if has_drawn else "", differ):
-        rounding = Rounding(own.seen, _coarsest(model, dtype))
+        rounding = Rounding(own.seen, _coarsest(model, dtype), is_coarse=dtype is not None)
         for number in range(1, _MOVED_RUNS + 1):
             rounding.add(in_dygraph(number).seen)
         wrong = differences(own.seen, found, rounding)
         agree(explain(model, wrong) if wrong else "", False)
+
+
+@contextlib.contextmanager
+def isolated(
+    states: Mapping[str, ModelState],
+    *,
+    values: Mapping[str, paddle.Tensor] | None = None,
+    moved_by: int = 0,
+    dtype: str | None = None,
+) -> Iterator[dict[str, paddle.Tensor]]:
+    """Inside, the models of `states` run as `ModelState.isolated` says; gives the leaves that they
+    read, by prefix and name of the parameter.
+
+    Args:
+        states: By the prefix of their parameters' names.
+        values: What the leaves have, by prefix and name; None: those of the model, in its memory.
+        moved_by: As for `moved`.
+        dtype: As for `moved`.
+    """
+    start = values or {
+        f"{prefix}{name}": one
+        for prefix, state in states.items()
+        for name, one in state.trained.items()
+    }
+    leaves = {
+        name: moved(one, moved_by, dtype) if moved_by else alias(one) for name, one in start.items()
+    }
+    with contextlib.ExitStack() as stack:
+        for prefix, state in states.items():
+            own = {name: leaves[f"{prefix}{name}"] for name in state.trained}
+            stack.enter_context(state.isolated(own))
+        yield leaves
+
+
+def draws_elsewhere(start: RngState) -> str:
+    """What is wrong with a forward that began at `start`, if it draws where no Program does."""
+    since = start.only_moved()
+    if since.numpy is None and since.python is None:
+        return ""
+    return (
+        "its forward draws from Python's random or from NumPy; a Program would repeat the number "
+        "that was drawn while it was built. Draw with Paddle, or before the forward"
+    )
 
 
 _NUMBERS = np.random.default_rng(0).standard_normal(65537).astype("float32")
@@ -180,6 +198,16 @@ def moved(tensor: paddle.Tensor, number: int, dtype: str | None = None) -> paddl
         copied = copied * (1 + step * paddle.to_tensor(signs).astype(tensor.dtype))
     copied.stop_gradient = tensor.stop_gradient
     return copied
+
+
+def displaced(array: Array, seed: int) -> Array:
+    """`array` moved by up to an eighth, and zeros by up to 1/64: a gate that is still zero would
+    hide what is wrong behind it.
+    """
+    if array.dtype.kind != "f":
+        return array
+    by = np.random.default_rng(seed).uniform(-1, 1, array.shape).astype(array.dtype)
+    return np.where(array == 0, by / 64, array * (1 + by / 8)).astype(array.dtype)
 
 
 def _precision(dtype: str | None = None) -> Precision:
