@@ -15,9 +15,9 @@ own ticks since it last heard of each rank, so that a server that was itself sto
 A tick costs one byte from and to each rank.
 
 Trust: the server listens on the address that the ranks use, loopback where they do, and no longer
-when all ranks have connected. A connection has `HELLO_SECONDS` to send `control_wire.HELLO_BYTES`;
-nothing of it is parsed before it is compared. Whoever does not keep to the protocol is closed; a
-rank that does not counts as dead.
+when all ranks have connected. A connection has `HELLO_SECONDS` to send a `hello` of a missing rank
+with the key of the run, and no message is longer than `control_wire.LONGEST_MESSAGE`. All else
+closes the connection; a rank whose connection is closed counts as dead.
 """
 
 from __future__ import annotations
@@ -118,17 +118,17 @@ class ControlServer:
 
     async def _authenticate(self, reader: StreamReader, writer: StreamWriter) -> int | None:
         """The rank that has connected; None if it is none that is missing."""
-        challenge = wire.new_challenge()
-        writer.write(challenge)
-        hello = wire.read_hello(await reader.readexactly(wire.HELLO_BYTES), challenge, self._key)
-        rank = hello.rank
-        if rank >= self._num_ranks or rank in self._lines:
+        hello = wire.checked(wire.decode(await reader.readline()))
+        if hello["kind"] != "hello":
             return None
-        if not hello.has_key:
+        rank: int = hello["rank"]
+        if not 0 <= rank < self._num_ranks or rank in self._lines:
+            return None
+        if not wire.has_key(hello, self._key):
             writer.write(wire.REFUSED)
-            self._refused.setdefault(rank, (0, hello.host))
+            self._refused.setdefault(rank, (0, hello["host"]))
             return None
-        self._lines[rank], self._quiet[rank], self._hosts[rank] = writer, 0, hello.host
+        self._lines[rank], self._quiet[rank], self._hosts[rank] = writer, 0, hello["host"]
         self._refused.pop(rank, None)
         writer.write(wire.ACCEPTED)
         for message in [*self._cause, *_ends(self._left)]:
@@ -155,6 +155,8 @@ class ControlServer:
                     self._tell_ends()
                 self._tell(rank, {"kind": "heard"})
                 self._tell_if_over()
+            case kind:
+                raise wire.ProtocolError(f"no second {kind}")
 
     def _end_run(self, cause: Message) -> None:
         """Tell all ranks, once, what ends the run; whatever fails later is a consequence."""
