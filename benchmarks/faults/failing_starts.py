@@ -41,7 +41,7 @@ from pathlib import Path
 
 from benchmarks.faults._failing_starts_rank import CODES, KINDS, PLACES, Fault, run
 from benchmarks.harness.record import table, write_record
-from paddle_recompute.distributed.control_client import START_SECONDS
+from paddle_recompute.distributed.rendezvous import START_SECONDS
 from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.forked_ranks import ForkedProcess, start
 from tests.ranks import free_ports, rank_environment

@@ -18,15 +18,6 @@ SIGN_OF_LIFE = b"\n"
 LONGEST_MESSAGE = 2**24
 """Bytes. The longest are lists of parameters, where the ranks' lists differ."""
 ACCEPTED, REFUSED = b"+", b"-"
-_FIELDS: dict[str, dict[str, type]] = {
-    "hello": {"rank": int, "host": str, "key": str},
-    "arrive": {"channel": str, "size": int, "label": str, "most": int},
-    "waits": {"among": str, "size": int, "serial": int, "place": str, "label": str},
-    "wait ended": {},
-    "failed": {"place": str, "message": str},
-    "left": {"place": str},
-}
-"""What a rank may say, and what must be in it."""
 
 
 class ProtocolError(Exception):
@@ -86,19 +77,6 @@ def decode(line: bytes) -> Message:
         raise ProtocolError(f"not JSON: {type(error).__name__}") from None
     if not isinstance(message, dict):
         raise ProtocolError("not a message")
-    return message
-
-
-def checked(message: Message) -> Message:
-    """`message` of a rank.
-
-    Raises:
-        ProtocolError: A rank says no such thing.
-    """
-    kind = message.get("kind")
-    fields = _FIELDS.get(kind) if isinstance(kind, str) else None
-    if fields is None or any(type(message.get(name)) is not of for name, of in fields.items()):
-        raise ProtocolError(f"no such message: {kind}")
     return message
 
 

@@ -19,11 +19,11 @@ from paddle_recompute.distributed import (
     peers,
     scope_of,
 )
-from paddle_recompute.errors import SyncError
+from paddle_recompute.errors import CheckpointError, SyncError
 from paddle_recompute.grad_sync._agreement import Agreed, StepReport
 from paddle_recompute.grad_sync._codec import Codec, Compression
 from paddle_recompute.grad_sync._fleet import FleetReduction
-from paddle_recompute.grad_sync._offloaded_sync import OffloadedSync
+from paddle_recompute.grad_sync._offloaded import OffloadedSync
 from paddle_recompute.grad_sync._options import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -34,7 +34,6 @@ from paddle_recompute.grad_sync._options import (
 from paddle_recompute.grad_sync._parameters import ParameterList, Source, agree_on_trained
 from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync._replica_check import ReplicaCheck
-from paddle_recompute.grad_sync._residuals import arrays_of, residuals_from
 from paddle_recompute.grad_sync._start import StartValues
 from paddle_recompute.grad_sync._timeline import Timeline
 
@@ -133,18 +132,18 @@ class GradientSync:
         self._is_inside = False
         self._reduction: BucketedReduction | FleetReduction | None = None
         self._codec: Codec | None = None
-        is_wrapped = isinstance(self._model, paddle.DataParallel)
-        self._offloaded = OffloadedSync(self._listed.offloaded, group, is_wrapped, compression)
         self._start: StartValues | None = None
         self._replica_check: ReplicaCheck | None = None
         self.mode, self.reason = choose_mode(mode, group)
+        is_sent_here = self.mode != "fleet" and not isinstance(self._model, paddle.DataParallel)
+        self._offloaded = OffloadedSync(self._listed.offloaded, group, is_sent_here, compression)
         self.compression = compression
         self.find_unused_parameters = find_unused_parameters
         if self.mode == "none":
             if is_distributed():
                 peers()  # the others may wait for this rank to connect
             return
-        peers().limits = Limits(peer_timeout, stall_timeout)
+        peers().state.limits = Limits(peer_timeout, stall_timeout)
         self._scope = scope_of(group)
         agree_on_options(
             {
@@ -217,12 +216,12 @@ class GradientSync:
                 yield
             return
         step = self.num_synchronized + 1
-        peers().place = f"in step {step}"
+        peers().state.place = f"in step {step}"
         try:
             peers().check(self._scope, "the gradients")
             self.take_start_values()
             self._reduction.arm(step, self.report)
-            with self._offloaded.last_backward(self._reduction):
+            with self._offloaded.last_backward(self._reduction.scale):
                 with self.no_sync():
                     yield
                 self.agreed = self._reduction.finish(self.report)
@@ -235,7 +234,7 @@ class GradientSync:
             peers().fail(error)
             raise
         self.num_synchronized = step
-        peers().place = f"after step {step}"
+        peers().state.place = f"after step {step}"
 
     def add_start_values(self, layer: paddle.nn.Layer, prefix: str = "") -> None:
         """Compare, or broadcast, the buffers of `layer` too, if its parameters are synchronized
@@ -290,9 +289,13 @@ class GradientSync:
             otherwise. It does not depend on the buckets, so their size may change in between.
         """
         residuals = self._codec.residuals if self._codec is not None else {}
+        keys, parameters = self._listed.keys, self._listed.parameters
         return {
             "num_synchronized": self.num_synchronized,
-            "residuals": arrays_of(residuals, self._listed),
+            "residuals": {
+                keys[index]: flat.reshape(parameters[index].shape).numpy()
+                for index, flat in sorted(residuals.items())
+            },
         }
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -303,7 +306,19 @@ class GradientSync:
         Raises:
             CheckpointError: `state` is of other parameters.
         """
-        residuals = residuals_from(state["residuals"], self._listed)
+        index_of = {key: index for index, key in enumerate(self._listed.keys)}
+        residuals = {}
+        for key, residual in state["residuals"].items():
+            index = index_of.get(key)
+            shape = None if index is None else list(self._listed.parameters[index].shape)
+            if index is None or shape != list(residual.shape):
+                raise CheckpointError(
+                    f"the gradient residual of '{key}' in the checkpoint has the shape "
+                    f"{list(residual.shape)}; the parameter here "
+                    + ("does not exist" if shape is None else f"has {shape}")
+                    + ". Resume with the model that was saved."
+                )
+            residuals[index] = paddle.to_tensor(residual).flatten()
         self.num_synchronized = int(state["num_synchronized"])
         if self._codec is not None:
             self._codec.set_residuals(residuals)

@@ -93,20 +93,6 @@ def test_no_connection_without_the_key_is_accepted(port: Port, said: bytes) -> N
     port.assert_alive()
 
 
-@few
-@given(said=spoken)
-def test_a_rank_that_talks_nonsense_is_closed_or_heard(port: Port, said: bytes) -> None:
-    one = SimulatedRank(port.server, 1)
-    deadline = time.monotonic() + 10
-    while not one.is_in and time.monotonic() < deadline:  # the one before is still on its way out
-        one = SimulatedRank(port.server, 1)
-    assert one.is_in
-    with contextlib.suppress(ConnectionError):
-        one.socket.sendall(said)
-    one.end()
-    port.assert_alive()
-
-
 @pytest.mark.parametrize(
     "said",
     [

@@ -88,7 +88,7 @@ def errors_in_one_paragraph(debug: bool, interrupted: str) -> Iterator[None]:
             code = AGAIN
         if (client := connected_early()) is not None:
             client.fail(error)
-            client.exit_code = code
+            client.shutdown.exit_code = code
             of_rank = f"rank {client.rank} on {socket.gethostname()}: "
         click.echo(f"{_name()}: {of_rank}{error}", err=True)
         sys.exit(code)
