@@ -13,10 +13,10 @@ imported.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import gc
-import contextlib
 import importlib
 import itertools
 import json
