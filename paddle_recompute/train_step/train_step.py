@@ -215,7 +215,8 @@ class TrainStep:
         began = time.perf_counter()
         loss_scale = self._scaler.scale if self._scaler is not None else None
         divisors = self._divisors(micro_batches)
-        self._set_up_offloaded(loss_scale)
+        if self._offloaded is not None:
+            self._set_up_offloaded(self._offloaded, loss_scale)
         finite = True
         try:
             losses = self._forward_backward(micro_batches, divisors, loss_scale)
@@ -276,15 +277,13 @@ class TrainStep:
         self._sync.report = StepReport(total, self._terms())
         return [total / count for count in counts]
 
-    def _set_up_offloaded(self, loss_scale: float | None) -> None:
+    def _set_up_offloaded(self, offloaded: OffloadOptimizer, loss_scale: float | None) -> None:
         """Say what is done to the gradients of offloaded parameters, which leave the device during
         the backward.
         """
-        if self._offloaded is None:
-            return
         is_double = any(p.dtype == paddle.float64 for p in self._parameters.trained)
         norm_dtype = paddle.float64 if is_double else paddle.float32
-        self._offloaded.finish_with(
+        offloaded.finish_with(
             OnComplete(loss_scale, widen=self._amp is not None, norm_dtype=norm_dtype)
         )
 
