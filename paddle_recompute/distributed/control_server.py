@@ -123,7 +123,7 @@ class ControlServer:
             return None
         if not wire.has_key(hello, self._key):
             writer.write(wire.REFUSED)
-            self._refused.setdefault(rank, (0, hello["host"]))
+            self._refused.setdefault(rank, (0, str(hello["host"])[:64]))
             return None
         self._lines[rank], self._quiet[rank], self._hosts[rank] = writer, 0, hello["host"]
         self._refused.pop(rank, None)
