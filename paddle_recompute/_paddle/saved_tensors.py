@@ -254,8 +254,8 @@ class _PackReferences(threading.local):
             saver = next(savers)
             num_holders = sys.getrefcount(ticket) - own
             if num_holders >= 2:
-                for _ in range(num_holders - 1):
-                    _drop_reference(ticket)
+                # One is a copy for sure; a traceback may be another, so no more are dropped.
+                _drop_reference(ticket)
                 ticket.is_for_engine = True
                 alive.append(weakref.ref(ticket))
             elif num_holders and "_run_custom_op" not in saver.co_names:
@@ -281,7 +281,7 @@ class _PackReferences(threading.local):
             ]
             result = engine(*args, **kwargs)  # the traceback of an error would refer to tickets too
             for ticket, before in found:
-                for _ in range(sys.getrefcount(ticket) - before):
+                if sys.getrefcount(ticket) > before:
                     _drop_reference(ticket)
             return result
 

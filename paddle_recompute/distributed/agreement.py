@@ -8,9 +8,8 @@ from typing import Any
 import paddle
 
 from paddle_recompute.distributed.connection import peers
-from paddle_recompute.distributed.control_client import Said
 from paddle_recompute.distributed.digest import Digests
-from paddle_recompute.distributed.peer_state import Scope
+from paddle_recompute.distributed.peer_state import Said, Scope
 from paddle_recompute.errors import SyncError
 
 

@@ -72,6 +72,9 @@ def join_process_group() -> None:
     """
     if dist.is_initialized():
         return
+    if dist.get_world_size() == 1:  # no other rank to wait for
+        dist.init_parallel_env()
+        return
     client = connect_ranks()
     client.shutdown.explain_sigterm()
     scope = Scope(client.all_ranks, client.state.limits)

@@ -26,13 +26,12 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paddle_recompute.distributed.control_link import ControlLink
 from paddle_recompute.distributed.control_server import TICK, ControlServer
 from paddle_recompute.distributed.control_wire import Message
-from paddle_recompute.distributed.peer_state import PeerState, Scope, where
+from paddle_recompute.distributed.peer_state import PeerState, Said, Scope, ranks_apart, where
 from paddle_recompute.distributed.shutdown import Failure, Shutdown
 from paddle_recompute.errors import PeerError, SyncError
 
@@ -40,14 +39,6 @@ _POLL = 0.1
 _MOST_CONTENTS = 8  # the message of an error has room for few
 _EXPLANATION = 5.0  # seconds to find out whose fault a failed collective is
 Error = TypeVar("Error", bound=BaseException)
-
-
-@dataclass(frozen=True)
-class Said:
-    """What some of the ranks said."""
-
-    ranks: tuple[int, ...]
-    content: Any
 
 
 class _Answer:
@@ -96,8 +87,6 @@ class ControlClient:
         self._waits = itertools.count(1)
         self._link.start(self._hear, self._tick)
 
-    # ------------------------------------------------------------------------------ waiting
-
     def exchange(
         self, label: str, scope: Scope, value: Any = None, *, lane: str = "main", most: int = 0
     ) -> list[Said]:
@@ -129,7 +118,7 @@ class ControlClient:
         self.wait_until(answer.here.wait, label, scope)
         groups = answer.groups
         if len({group["label"] for group in groups}) > 1:
-            raise self.fail(_apart(where(groups)))
+            raise self.fail(ranks_apart(where(groups)))
         return [Said(tuple(one["ranks"] or scope.ranks), one["value"]) for one in groups]
 
     def compare(self, label: str, scope: Scope, content: Any) -> list[Said] | None:
@@ -210,7 +199,7 @@ class ControlClient:
         if trouble is not None:
             return PeerError(self.state.complaint(trouble, what))
         apart = self.state.apart(serial) if serial else None
-        return _apart(apart) if apart is not None else None
+        return ranks_apart(apart) if apart is not None else None
 
     def explain(self, error: BaseException, what: str, scope: Scope) -> PeerError:
         """The `PeerError` that says why a collective of `scope` failed with `error`.
@@ -254,10 +243,3 @@ class ControlClient:
             self.shutdown.hear(kind)
         else:
             self.state.take(message)
-
-
-def _apart(where_the_ranks_are: str) -> SyncError:
-    return SyncError(
-        f"the ranks are not in the same place of the program: {where_the_ranks_are}. Every rank "
-        "must take the same number of steps and make the same calls in the same order."
-    )

@@ -5,12 +5,25 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from paddle_recompute.distributed.control_server import TICK
 from paddle_recompute.distributed.control_wire import Message
+from paddle_recompute.errors import SyncError
 
 CONTROL_KEY = "PADDLE_RECOMPUTE_CONTROL_KEY"
 """The environment variable with a secret of the run, the same on all machines."""
+
+
+_LONGEST_CAUSE = 4000  # characters of an error that the other ranks show
+
+
+@dataclass(frozen=True)
+class Said:
+    """What some of the ranks said."""
+
+    ranks: tuple[int, ...]
+    content: Any
 
 
 @dataclass(frozen=True)
@@ -200,3 +213,17 @@ def _described(end: Message) -> str:
             "its log may say why"
         )
     return f"{named} failed {end['place']}: {str(end['message']).rstrip('.')}"
+
+
+def ranks_apart(where_the_ranks_are: str) -> SyncError:
+    """The error of ranks that wait for each other at different places."""
+    return SyncError(
+        f"the ranks are not in the same place of the program: {where_the_ranks_are}. Every rank "
+        "must take the same number of steps and make the same calls in the same order."
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """An error for the other ranks: its class and its text, in one line."""
+    name = type(error).__name__
+    return f"{name}: {' '.join(str(error).split())[:_LONGEST_CAUSE]}" if str(error) else name

@@ -10,8 +10,6 @@ thread of the control link.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import logging
 import math
 import os
 import signal
@@ -24,14 +22,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
+from paddle_recompute._paddle.native_calls import exit_now
 from paddle_recompute.distributed.control_link import ControlLink
 from paddle_recompute.distributed.control_server import TICK, ControlServer
 from paddle_recompute.distributed.control_wire import Message
-from paddle_recompute.distributed.peer_state import PeerState, Scope
+from paddle_recompute.distributed.peer_state import PeerState, Scope, one_line
 from paddle_recompute.errors import PeerError
 
 _POLL = 0.01
-_LONGEST_CAUSE = 4000  # characters of an error that the other ranks show
 _PARTING = 10.0  # seconds for the server, on a busy machine, to pass on this rank's messages
 _RETURN = 5.0  # seconds for collectives to return when the process ends
 _LAST = 5.0
@@ -68,7 +66,7 @@ class Failure:
             self.is_noticed = True
         if self._state.cause() is None:
             self.is_first = True
-            message = str(error) if isinstance(error, PeerError) else _one_line(error)
+            message = str(error) if isinstance(error, PeerError) else one_line(error)
             told: Message = {"kind": "failed", "place": self._state.place, "message": message}
             self._state.take({**told, "rank": self._state.rank, "host": socket.gethostname()})
             self._link.send(told)
@@ -149,7 +147,7 @@ class Shutdown:
         if self.exit_code is not None and not is_safe:
             # A rank is stopped. Were a collective with it to come back from now on, or that rank
             # to hang up, the process would end with SIGABRT.
-            _exit_now(self.exit_code)
+            exit_now(self.exit_code)
 
     def _waits_until_alone(self, server: ControlServer) -> bool:
         deadline = time.monotonic() + _LAST
@@ -225,18 +223,4 @@ class Shutdown:
                 f"PeerError: {complaint}. Rank {rank} has not noticed {place} for {seconds:.0f} s "
                 "(peer_timeout), so its process is ended.\n"
             )
-            _exit_now(1)
-
-
-def _exit_now(code: int) -> None:
-    """End the process without the rest of Python's shutdown."""
-    logging.shutdown()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
-
-
-def _one_line(error: BaseException) -> str:
-    name = type(error).__name__
-    return f"{name}: {' '.join(str(error).split())[:_LONGEST_CAUSE]}" if str(error) else name
+            exit_now(1)
