@@ -289,7 +289,7 @@ def _failure(
     if not log.exists():
         return RankFailedError(f"rank {failed} {how}; its output was in {log}, removed since", code)
     text = click.unstyle(log.read_text(encoding="utf-8", errors="replace").rstrip())
-    _, begin, paragraph = text.rpartition(f"{NAME}: ")
+    _, begin, paragraph = f"\n{text}".rpartition(f"\n{NAME}: ")
     if code in OF_LIBRARY and begin and not is_long:
         return RankFailedError(paragraph, code)
     full = "" if shutil.disk_usage(log.parent).free else " (the disk is full)"
