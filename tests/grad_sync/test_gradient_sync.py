@@ -402,7 +402,7 @@ def skip_a_batch() -> list[float]:
             continue
         with sync.last_backward():
             loss.backward()
-        done.append(float(model.weight.grad[0]))
+        done.append(model.weight.grad[0].item())
     return done
 
 
