@@ -35,13 +35,13 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
 
     These are (2.6, 3.x) the update of every optimizer, whose subclasses all come through
     ``Optimizer._create_optimization_pass``; ``Tensor.set_value``, through which ``set_state_dict``
-    goes; ``Tensor.copy_``; and ``_C_ops.assign_value_`` (``paddle.assign`` of an array into a
-    tensor). Paddle offers no callback for any of them. Callers see no change. Can go when Paddle
-    raises ``inplace_version`` there.
+    goes; ``Tensor.copy_``; ``_C_ops.assign_value_`` (``paddle.assign`` of an array into a tensor);
+    and the classes of ``nn.initializer``, which people call inside of `resident`. Paddle offers no
+    callback for any of them. Callers see no change. Can go when Paddle raises ``inplace_version``
+    there.
 
-    Not watched: ``Tensor.exponential_``, the classes of ``nn.initializer``, and statistics of
-    ``functional.batch_norm`` in plain tensors, which real code does not write between a forward and
-    its backward.
+    Not watched: ``Tensor.exponential_``, and statistics of ``functional.batch_norm`` in plain
+    tensors, which real code does not write between a forward and its backward.
     """
     update = paddle.optimizer.Optimizer._create_optimization_pass
 
@@ -55,15 +55,23 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
                 written(parameter)
         return result
 
-    def reported(write: Callable[..., Any]) -> Callable[..., Any]:
+    def reported(
+        write: Callable[..., Any], place: int = 0, name: str = "self"
+    ) -> Callable[..., Any]:
+        """`place` and `name` are those of the tensor among the arguments."""
+
         @functools.wraps(write)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = write(*args, **kwargs)
-            if args and isinstance(args[0], paddle.Tensor):
-                written(args[0])
+            tensor = args[place] if place < len(args) else kwargs.get(name)
+            if isinstance(tensor, paddle.Tensor):
+                written(tensor)
             return result
 
         return call
+
+    initializer = paddle.nn.initializer.Initializer
+    initializer.__call__ = reported(initializer.__call__, place=1, name="param")
 
     paddle.optimizer.Optimizer._create_optimization_pass = reported_update
     for owner, name in _UNCOUNTED_WRITES:

@@ -98,10 +98,10 @@ def recompute(
         numbers, lists and dicts that it changes itself, such as counters, which change twice (not
         the numbers of a Layer with buffers); opaque arguments whose content is changed between the
         forwards; captured tensors that it changes itself in place; attributes of classes and of a
-        plain ``threading.local()``; writes by ``Tensor.exponential_``, by ``nn.initializer``, of
-        ``functional.batch_norm`` into large plain tensors, and those that bypass Paddle's Python
-        API (``get_tensor()``, DLPack, collectives, custom operators). Effects in Python, such as
-        logging, happen in both forwards; `is_recomputing` is true in the second.
+        plain ``threading.local()``; writes by ``Tensor.exponential_``, of ``functional.batch_norm``
+        into large plain tensors, and those that bypass Paddle's Python API (``get_tensor()``,
+        DLPack, collectives, custom operators). Effects in Python, such as logging, happen in both
+        forwards; `is_recomputing` is true in the second.
 
     Several threads may call it at the same time. Paddle has one random stream for all threads. If a
     function draws while another thread draws, the backward raises, as far as this can be detected.

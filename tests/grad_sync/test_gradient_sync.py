@@ -402,7 +402,7 @@ def skip_a_batch() -> list[float]:
             continue
         with sync.last_backward():
             loss.backward()
-        done.append(model.weight.grad[0].item())
+        done.append(float(model.weight.grad.numpy().flat[0]))
     return done
 
 
