@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.harness.record import table, write_record
 from paddle_recompute.app.config import Config, load_config
-from paddle_recompute.app.launch import launch, prepare_rank
+from paddle_recompute.app.launch import launch
 
 FILE = "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
 CHANGES = [
@@ -53,7 +53,6 @@ def config_of(way: str, folder: str) -> Config:
 
 def train(way: str, folder: str) -> None:
     """What a rank does: train, and write its bytes into `folder`."""
-    prepare_rank()
     import paddle.distributed as dist
 
     from paddle_recompute._paddle import memory

@@ -23,7 +23,6 @@ Ranks are forked from a process that has imported Paddle (`tests.forked_ranks`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
@@ -42,7 +41,7 @@ from pathlib import Path
 
 from benchmarks.faults._failing_starts_rank import CODES, KINDS, PLACES, Fault, run
 from benchmarks.harness.record import table, write_record
-from paddle_recompute.distributed.early import START_SECONDS
+from paddle_recompute.distributed.rendezvous import START_SECONDS
 from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.forked_ranks import ForkedProcess, start
 from tests.ranks import free_ports, rank_environment
@@ -119,8 +118,7 @@ def started(folder: Path, number: int, num_ranks: int, fault: Fault) -> Outcome:
                 if _machine(rank, num_ranks) != machine or rank in ended or now < when:
                     continue
                 if rank not in told_to_end or now > when + 3.0:
-                    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                        one.send_signal(signal.SIGKILL if rank in told_to_end else signal.SIGTERM)
+                    one.send_signal(signal.SIGKILL if rank in told_to_end else signal.SIGTERM)
                 told_to_end.add(rank)
         if now > (failed or began + 120) + limit:
             break

@@ -27,7 +27,7 @@ from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.record import table, write_record
 from paddle_recompute import GradientSync, TrainStep, compile_model
 from paddle_recompute.grad_sync._buckets import plan_buckets
-from paddle_recompute.grad_sync.gradient_sync import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from paddle_recompute.grad_sync._options import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from paddle_recompute.options import AmpConfigs, RecomputeConfig
 from paddle_recompute.static_graph import StaticConfig, StaticTrainStep
 from tests.train_step.half_precision import pretended_gpu

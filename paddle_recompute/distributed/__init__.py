@@ -1,7 +1,8 @@
 """Ranks: signs of life, agreement, barriers, broadcasts, collectives that notice a dead peer.
 
 `peers()` connects a rank once to the control server in rank 0 (`connection`, `control_client`,
-`control_server`), `connect_early()` before Paddle is imported (`early`).
+`control_link`, `control_server`), `connect_early()` before Paddle is imported (`rendezvous`). How a
+rank says that it has failed or ended is in `shutdown`.
 What is compared at the start, and who died or failed, goes through it: ``peers().exchange``.
 What each step needs goes through collectives of the backend: with gloo in a lane (`gloo_lane`),
 on a device on its streams (`waiting_collectives`); a few numbers by `reduce_numbers`, tensors by
@@ -13,8 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paddle_recompute.distributed.early import connect_early, connected_early
 from paddle_recompute.distributed.peer_state import Limits, Scope
+from paddle_recompute.distributed.rendezvous import connect_early, connected_early
 
 if TYPE_CHECKING:
     from paddle_recompute.distributed import stop_request, withdrawals

@@ -1,6 +1,6 @@
 """The connection of this process to the other ranks, and Paddle's process group on top of it.
 
-`peers` is the connection. Where `early.connect_early` has made it, the ranks meet there
+`peers` is the connection. Where `rendezvous.connect_early` has made it, the ranks meet there
 before Paddle's process group is made (`join_process_group`); else it is made when it is first
 needed, with the store of the process group as the place where rank 0 says where it listens.
 """
@@ -22,8 +22,8 @@ from paddle_recompute._paddle.endpoint import master_endpoint
 from paddle_recompute._paddle.native_calls import end_native_calls, native_call
 from paddle_recompute.distributed.control_client import ControlClient
 from paddle_recompute.distributed.control_server import ControlServer
-from paddle_recompute.distributed.early import connect_early, connected_early, key_of
 from paddle_recompute.distributed.peer_state import Limits, Scope
+from paddle_recompute.distributed.rendezvous import connect_early, connected_early, key_of
 from paddle_recompute.errors import PeerError
 
 _START = "the start of the process group"
@@ -52,6 +52,10 @@ class Watched:
             return bool(self.enqueued.query())
 
 
+all_watched: set[Watched] = set()
+"""Collectives of a device that have begun; the thread of the control link looks at them."""
+
+
 def connect_ranks() -> ControlClient:
     """Connect the ranks, before Paddle's process group exists or after; as `peers`."""
     if not dist.is_initialized():
@@ -72,8 +76,8 @@ def join_process_group() -> None:
         dist.init_parallel_env()
         return
     client = connect_ranks()
-    client.explain_sigterm()
-    scope = Scope(client.all_ranks, client.limits)
+    client.shutdown.explain_sigterm()
+    scope = Scope(client.all_ranks, client.state.limits)
 
     def agree(attempt: int, fault: str) -> str:
         said = client.exchange(f"{_START}, attempt {attempt + 1}", scope, fault)
@@ -89,7 +93,7 @@ def join_process_group() -> None:
         agree,
         lambda: client.check(scope, _START),
     )
-    client.explain_sigterm()
+    client.shutdown.explain_sigterm()
 
 
 @functools.cache
@@ -98,9 +102,9 @@ def peers() -> ControlClient:
     must call it too.
     """
     client = connected_early() or _connect_by_store()
-    client.hand_on, client.end_native_calls = hand_on, end_native_calls
+    client.hand_on, client.shutdown.end_native_calls = hand_on, end_native_calls
     client.check_collectives = functools.partial(_check_watched, client)
-    client.end_before_paddle()
+    client.shutdown.end_before_paddle()
     watch_backward()
     return client
 
@@ -127,9 +131,9 @@ def _connect_by_store() -> ControlClient:
 
 
 def _check_watched(client: ControlClient) -> None:
-    for one in [*client.watched]:
+    for one in [*all_watched]:
         if one.is_over():
-            client.watched.discard(one)
+            all_watched.discard(one)
             continue
         error = client.trouble(one.scope, one.what, time.monotonic() - one.began)
         if error is not None:
@@ -143,7 +147,7 @@ def is_distributed(group: Group | None = None) -> bool:
 
 def scope_of(group: Group | None) -> Scope:
     """The ranks of `group` (None: all), as those who wait for each other."""
-    return Scope(_ranks_of(group), peers().limits)
+    return Scope(_ranks_of(group), peers().state.limits)
 
 
 @functools.cache

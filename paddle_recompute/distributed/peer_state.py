@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,12 +63,18 @@ class PeerState:
 
     Attributes:
         rank: This rank.
+        all_ranks: Of the run.
+        place: Where this rank is, for messages.
+        limits: For waits that belong to no `GradientSync`: those of the newest one.
         lost: Why there is no connection to the control server any more; None while there is one.
         unreachable: Why there never was one.
         server_quiet: Ticks of this process since it last heard of the control server.
     """
 
     rank: int
+    all_ranks: tuple[int, ...] = ()
+    place: str = "before the first step"
+    limits: Limits = field(default_factory=Limits)
     lost: str | None = None
     unreachable: str | None = None
     server_quiet: int = 0
@@ -143,6 +150,17 @@ class PeerState:
             for rank in sorted({0, *scope.ranks} & self._left.keys()):
                 return f"{self.named(rank)} {self._left[rank]}; its log may say why"
         return self._silence(scope, patience) or self._lateness(scope, waited)
+
+    def complaint(self, trouble: str, what: str) -> str:
+        """The message of an error: `trouble` is why waiting for `what` is in vain."""
+        if re.match(rf"rank {self.rank}\b", trouble):
+            return (
+                f"{trouble}. That ended the run on all ranks, so rank {self.rank} cannot begin "
+                f"{what}; start the ranks again, from the last checkpoint. To skip a batch whose "
+                "forward fails, run the forward before last_backward() and let all ranks skip the "
+                "step: docs/gradient_synchronization.md has an example"
+            )
+        return f"{trouble}. Rank {self.rank} waited {self.place} for {what}."
 
     def _silence(self, scope: Scope, patience: float | None) -> str | None:
         limit = scope.limits.peer_timeout if patience is None else patience

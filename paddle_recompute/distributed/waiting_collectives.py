@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator
 
 from paddle_recompute._paddle import device
-from paddle_recompute.distributed.connection import Watched, peers
+from paddle_recompute.distributed.connection import Watched, all_watched, peers
 from paddle_recompute.distributed.peer_state import Scope
 
 
@@ -29,10 +29,10 @@ def watched_on_device(what: str, scope: Scope) -> Iterator[None]:
     """
     peers().check(scope, what)
     watched = Watched(what, scope)
-    peers().watched.add(watched)
+    all_watched.add(watched)
     try:
         yield
     except BaseException:
-        peers().watched.discard(watched)
+        all_watched.discard(watched)
         raise
     watched.enqueued = device.event_now()

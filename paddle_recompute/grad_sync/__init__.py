@@ -15,8 +15,9 @@ from paddle_recompute.grad_sync._offloaded import (
     keep_elsewhere,
     owner_of,
 )
+from paddle_recompute.grad_sync._options import SyncMode
 from paddle_recompute.grad_sync._timeline import Timeline
-from paddle_recompute.grad_sync.gradient_sync import GradientSync, SyncMode
+from paddle_recompute.grad_sync.gradient_sync import GradientSync
 
 __all__ = [
     "GradientSync",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import math
 import operator
 from collections import Counter
@@ -24,12 +23,9 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle import device
 from paddle_recompute.distributed import (
-    Scope,
     agree_on_options,
     are_equal,
-    buffers_of,
     fingerprint,
-    first_that_differs,
     reduce_numbers,
     scope_of,
     stop_request,
@@ -41,7 +37,6 @@ from paddle_recompute.grad_sync._all_reduce import LANE, AllReducer
 from paddle_recompute.grad_sync._parameters import ParameterList, agree_on_trained
 from paddle_recompute.grad_sync._start import StartValues
 
-_logger = logging.getLogger("paddle_recompute")
 _num_made: Counter[tuple[int, ...]] = Counter()
 """How many of each group of ranks, which make them in the same order."""
 
@@ -216,20 +211,3 @@ class Agreement:
             "the ranks do not do the same in this step: some call GradientSync through TrainStep, "
             "others not, or in another way"
         )
-
-
-def warn_of_buffers(model: paddle.nn.Layer, scope: Scope, step: int) -> bool:
-    """Whether the ranks have different buffers, as BatchNorms give them; then the log says so."""
-    buffers = buffers_of(model)
-    difference = first_that_differs(list(buffers.values()), scope) if buffers else None
-    if difference is not None:
-        index, ranks = difference
-        _logger.warning(
-            "gradient sync: the buffer '%s' differs between the ranks: in step %d on rank %s. "
-            "Before you evaluate or save, call equal_buffers(model) (paddle_recompute.distributed) "
-            "on all ranks, as Trainer does.",
-            list(buffers)[index],
-            step,
-            ", ".join(map(str, ranks)),
-        )
-    return difference is not None

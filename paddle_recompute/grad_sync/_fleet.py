@@ -34,6 +34,7 @@ class FleetReduction:
 
     num_early = 0
     """Nothing is sent before the backward has ended."""
+    scale = 1.0
 
     def __init__(self, listed: ParameterList, group: Group | None, start: StartValues) -> None:
         self._listed = listed

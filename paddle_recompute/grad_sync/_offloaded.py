@@ -7,11 +7,13 @@ last one of a step, and leaves its parameters out of its own buckets.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import paddle
@@ -25,6 +27,7 @@ from paddle_recompute.distributed import (
     reduce_numbers,
     scope_of,
 )
+from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._codec import Codec
@@ -162,3 +165,75 @@ class SentPiece:
                 gradients[index] = piece.reshape(self._parameters[index].shape)
         self.parts = []
         return gradients
+
+
+@dataclass(eq=False)
+class OffloadedSync:
+    """Gives the owners of offloaded gradients a `PieceSender` for the last backward of each step.
+
+    Attributes:
+        owners: `ParameterList.offloaded`, which grows.
+        group: The ranks; None is all of them.
+        is_sent_here: Whether `GradientSync` has buckets of its own, over the bare Layer.
+        compression: As of the `GradientSync`.
+    """
+
+    owners: Mapping[int, OffloadedGradients]
+    group: Group | None
+    is_sent_here: bool
+    compression: str
+    _senders: dict[int, PieceSender] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def last_backward(self, scale: float | None) -> Iterator[None]:
+        """Around the last backward of a step.
+
+        Args:
+            scale: What the gradients of this rank are multiplied by; None: there is one rank only.
+
+        Raises:
+            ConfigError: The gradients of offloaded parameters cannot be synchronized like that.
+        """
+        owners = list(self.owners.values())
+        try:
+            for owner in owners:
+                owner.begin(None if scale is None else self._sender_of(owner, scale))
+            yield
+            for owner in owners:
+                owner.finish()
+        except BaseException:
+            for owner in owners:
+                owner.abandon()
+            raise
+
+    def agree_on_chunks(self, num_chunks: int) -> None:
+        """See `GradientSync.agree_on_chunks`."""
+        if not any(owner.is_spread for owner in self.owners.values()):
+            return
+        most, least = reduce_numbers(
+            [num_chunks, -num_chunks], "max", "the number of chunks", self.group
+        )
+        if most != -least:
+            raise DataError(
+                f"this rank has {num_chunks} chunks, and the ranks have from {-least:.0f} to "
+                f"{most:.0f}; with offload='ranks' all ranks run the encoder together, so give all "
+                "of them as many rows, and chunk_size instead of chunk_tokens"
+            )
+
+    def _sender_of(self, owner: OffloadedGradients, scale: float) -> PieceSender:
+        if not self.is_sent_here:
+            raise ConfigError(
+                "parameters that are offloaded are synchronized by GradientSync itself, a shard at "
+                "a time: give it the bare Layer instead of paddle.DataParallel, and another mode "
+                "than 'fleet'"
+            )
+        if self.compression != "none":
+            raise ConfigError(
+                f"compression {self.compression!r} is not supported for the gradients of "
+                "offloaded parameters; use 'none'"
+            )
+        if id(owner) not in self._senders:
+            self._senders[id(owner)] = PieceSender(owner.parameters, self.group)
+        sender = self._senders[id(owner)]
+        sender.scale = scale
+        return sender

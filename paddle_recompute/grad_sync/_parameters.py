@@ -55,6 +55,13 @@ class ParameterList:
         self._known: tuple[Any, ...] | None = None  # what `trained` follows from
         self.read()
 
+    @property
+    def keys(self) -> list[str]:
+        """Names for a checkpoint. Those that Paddle gives by itself count the Layers of a process,
+        so they differ between runs.
+        """
+        return self.names if self.structured else [str(i) for i in range(len(self.names))]
+
     def read(self) -> bool:
         """List the parameters and their gradients; whether other ones take part than before.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import paddle
-import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.distributed import is_from_gloo
@@ -15,27 +14,28 @@ from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.distributed import (
     Limits,
     agree_on_options,
-    first_that_differs,
     is_distributed,
     is_gloo,
     peers,
-    reduce_numbers,
     scope_of,
 )
-from paddle_recompute.errors import CheckpointError, ConfigError, DataError, SyncError
-from paddle_recompute.grad_sync._agreement import Agreed, StepReport, warn_of_buffers
+from paddle_recompute.errors import CheckpointError, SyncError
+from paddle_recompute.grad_sync._agreement import Agreed, StepReport
 from paddle_recompute.grad_sync._codec import Codec, Compression
 from paddle_recompute.grad_sync._fleet import FleetReduction
-from paddle_recompute.grad_sync._offloaded import OffloadedGradients, PieceSender
+from paddle_recompute.grad_sync._offloaded import OffloadedSync
+from paddle_recompute.grad_sync._options import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    SyncMode,
+    check_options,
+    choose_mode,
+)
 from paddle_recompute.grad_sync._parameters import ParameterList, Source, agree_on_trained
 from paddle_recompute.grad_sync._reduction import BucketedReduction
+from paddle_recompute.grad_sync._replica_check import ReplicaCheck
 from paddle_recompute.grad_sync._start import StartValues
 from paddle_recompute.grad_sync._timeline import Timeline
-
-SyncMode = Literal["auto", "fused", "overlap", "fleet"]
-SYNC_MODES = ("auto", "fused", "overlap", "fleet")
-MIB = 2**20
-BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * MIB, 1 * MIB
 
 
 class GradientSync:
@@ -118,7 +118,7 @@ class GradientSync:
             SyncError: The ranks' parameters differ in number, shape or dtype.
         """
         sizes = bucket_bytes, first_bucket_bytes
-        _check_options(mode, compression, sizes, (peer_timeout, stall_timeout), check_every)
+        check_options(mode, compression, sizes, (peer_timeout, stall_timeout), check_every)
         self._model = parameters if isinstance(parameters, paddle.nn.Layer) else None
         self._source = _source_of(parameters)
         self._listed = ParameterList(self._source, structured=self._model is not None)
@@ -131,19 +131,19 @@ class GradientSync:
         """What came of it; None in a single process."""
         self._is_inside = False
         self._reduction: BucketedReduction | FleetReduction | None = None
-        self._check_every = check_every
-        self._has_told_buffers = False
         self._codec: Codec | None = None
-        self._senders: dict[int, PieceSender] = {}
         self._start: StartValues | None = None
-        self.mode, self.reason = _choose(mode, group)
+        self._replica_check: ReplicaCheck | None = None
+        self.mode, self.reason = choose_mode(mode, group)
+        is_sent_here = self.mode != "fleet" and not isinstance(self._model, paddle.DataParallel)
+        self._offloaded = OffloadedSync(self._listed.offloaded, group, is_sent_here, compression)
         self.compression = compression
         self.find_unused_parameters = find_unused_parameters
         if self.mode == "none":
             if is_distributed():
                 peers()  # the others may wait for this rank to connect
             return
-        peers().limits = Limits(peer_timeout, stall_timeout)
+        peers().state.limits = Limits(peer_timeout, stall_timeout)
         self._scope = scope_of(group)
         agree_on_options(
             {
@@ -158,6 +158,8 @@ class GradientSync:
             self._scope,
         )
         agree_on_trained(self._listed, self._scope)
+        if check_every is not None:
+            self._replica_check = ReplicaCheck(self._listed, self._model, self._scope, check_every)
         self._start = StartValues(self._listed, group, broadcasts=broadcast_parameters)
         if self._model is not None:
             self._start.add(self._model)
@@ -210,21 +212,21 @@ class GradientSync:
 
     def _synchronized(self) -> Iterator[None]:
         if self._reduction is None:
-            with self._offloaded_gradients():
+            with self._offloaded.last_backward(None):
                 yield
             return
         step = self.num_synchronized + 1
-        peers().place = f"in step {step}"
+        peers().state.place = f"in step {step}"
         try:
             peers().check(self._scope, "the gradients")
             self.take_start_values()
             self._reduction.arm(step, self.report)
-            with self._offloaded_gradients():
+            with self._offloaded.last_backward(self._reduction.scale):
                 with self.no_sync():
                     yield
                 self.agreed = self._reduction.finish(self.report)
-            if self._check_every is not None and step % self._check_every == 0:
-                self._check_parameters(step)
+            if self._replica_check is not None:
+                self._replica_check.after(step)
         except BaseException as error:
             self._reduction.disarm()
             if is_from_gloo(error):  # of a collective of the user's own: whose fault is it?
@@ -232,7 +234,7 @@ class GradientSync:
             peers().fail(error)
             raise
         self.num_synchronized = step
-        peers().place = f"after step {step}"
+        peers().state.place = f"after step {step}"
 
     def add_start_values(self, layer: paddle.nn.Layer, prefix: str = "") -> None:
         """Compare, or broadcast, the buffers of `layer` too, if its parameters are synchronized
@@ -265,52 +267,8 @@ class GradientSync:
         Raises:
             DataError: They do not, on all ranks; parameters are offloaded to the ranks.
         """
-        if self.mode == "none" or not any(o.is_spread for o in self._listed.offloaded.values()):
-            return
-        most, least = reduce_numbers(
-            [num_chunks, -num_chunks], "max", "the number of chunks", self.group
-        )
-        if most != -least:
-            raise DataError(
-                f"this rank has {num_chunks} chunks, and the ranks have from {-least:.0f} to "
-                f"{most:.0f}; with offload='ranks' all ranks run the encoder together, so give all "
-                "of them as many rows, and chunk_size instead of chunk_tokens"
-            )
-
-    @contextlib.contextmanager
-    def _offloaded_gradients(self) -> Iterator[None]:
-        """Around the last backward, which those that have gradients elsewhere are told of."""
-        owners = list(self._listed.offloaded.values())
-        try:
-            for owner in owners:
-                owner.begin(self._sender_of(owner) if self._reduction is not None else None)
-            yield
-            for owner in owners:
-                owner.finish()
-        except BaseException:
-            for owner in owners:
-                owner.abandon()
-            raise
-
-    def _sender_of(self, owner: OffloadedGradients) -> PieceSender:
-        reduction = self._reduction
-        is_wrapped = isinstance(self._model, paddle.DataParallel)
-        if is_wrapped or not isinstance(reduction, BucketedReduction):
-            raise ConfigError(
-                "parameters that are offloaded are synchronized by GradientSync itself, a shard at "
-                "a time: give it the bare Layer instead of paddle.DataParallel, and another mode "
-                "than 'fleet'"
-            )
-        if self.compression != "none":
-            raise ConfigError(
-                f"compression {self.compression!r} is not supported for the gradients of "
-                "offloaded parameters; use 'none'"
-            )
-        if id(owner) not in self._senders:
-            self._senders[id(owner)] = PieceSender(owner.parameters, self.group)
-        sender = self._senders[id(owner)]
-        sender.scale = reduction.scale
-        return sender
+        if self.mode != "none":
+            self._offloaded.agree_on_chunks(num_chunks)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """For the earlier backwards of a step; a ``paddle.DataParallel`` does not synchronize
@@ -331,7 +289,7 @@ class GradientSync:
             otherwise. It does not depend on the buckets, so their size may change in between.
         """
         residuals = self._codec.residuals if self._codec is not None else {}
-        keys, parameters = self._keys(), self._listed.parameters
+        keys, parameters = self._listed.keys, self._listed.parameters
         return {
             "num_synchronized": self.num_synchronized,
             "residuals": {
@@ -348,7 +306,7 @@ class GradientSync:
         Raises:
             CheckpointError: `state` is of other parameters.
         """
-        index_of = {key: index for index, key in enumerate(self._keys())}
+        index_of = {key: index for index, key in enumerate(self._listed.keys)}
         residuals = {}
         for key, residual in state["residuals"].items():
             index = index_of.get(key)
@@ -384,34 +342,6 @@ class GradientSync:
         """How many buckets the last step sent before its backward had ended."""
         return self._reduction.num_early if self._reduction is not None else 0
 
-    def _keys(self) -> list[str]:
-        """Names for a checkpoint. Those that Paddle gives by itself count the Layers of a process,
-        so they differ between runs.
-        """
-        names = self._listed.names
-        return names if self._listed.structured else [str(index) for index in range(len(names))]
-
-    def _check_parameters(self, step: int) -> None:
-        trained = self._listed.trained
-        parameters = [self._listed.parameters[index] for index in trained]
-        names = [self._listed.names[index] for index in trained]
-        for owner in self._listed.offloaded.values():
-            parameters += owner.parameters
-            names += [parameter.name for parameter in owner.parameters]
-        difference = first_that_differs(parameters, self._scope)
-        if difference is not None:
-            index, ranks = difference
-            name = names[index]
-            raise SyncError(
-                f"'{name}' differs between the ranks: before "
-                f"the update of step {step} it differs on rank {', '.join(map(str, ranks))} "
-                f"(check_every is {self._check_every}). Something changes it on some ranks only: "
-                "an update outside of the optimizer, an optimizer's state or a learning rate that "
-                "differs, or a weight loaded on one rank."
-            )
-        if self._model is not None and not self._has_told_buffers:
-            self._has_told_buffers = warn_of_buffers(self._model, self._scope, step)
-
 
 def _source_of(
     parameters: paddle.nn.Layer | Iterable[paddle.Tensor] | Callable[[], Iterable[paddle.Tensor]],
@@ -427,60 +357,3 @@ def _source_of(
 def _named(parameters: Iterable[paddle.Tensor]) -> tuple[list[str], list[paddle.Tensor]]:
     listed = [*parameters]
     return [parameter.name for parameter in listed], listed
-
-
-def _choose(mode: str, group: Group | None) -> tuple[str, str]:
-    """The mode in force, and why."""
-    if not is_distributed():
-        return "none", "there is one process only"
-    if not is_distributed(group):
-        assert group is not None
-        ranks = ", ".join(map(str, group.ranks))
-        if dist.get_rank() not in group.ranks:
-            return "none", f"this rank, {dist.get_rank()}, is not in the group of the ranks {ranks}"
-        return "none", f"there is one rank only in the group, {ranks}"
-    if mode == "auto":
-        return "overlap", "buckets are sent during the backward"
-    return mode, "as configured"
-
-
-def _check_options(
-    mode: str,
-    compression: str,
-    sizes: tuple[int, int],
-    limits: tuple[float, float],
-    check_every: int | None,
-) -> None:
-    if mode not in SYNC_MODES:
-        raise ConfigError(
-            f"sync mode {mode!r} does not exist; it is one of {', '.join(map(repr, SYNC_MODES))}"
-        )
-    if compression == "fp16":
-        raise ConfigError(
-            "compression 'fp16' is not offered: gradients beyond 65504 overflow, and gloo's sum of "
-            "float16 is wrong (Paddle 3.3: inf everywhere; 2.6: inexact). Use 'bf16'."
-        )
-    if compression not in ("none", "bf16"):
-        raise ConfigError(
-            f"compression {compression!r} does not exist; it is one of 'none', 'bf16'"
-        )
-    if mode == "fleet" and compression != "none":
-        raise ConfigError(
-            f"compression {compression!r} is not supported by sync mode 'fleet', which sends "
-            "gradients as they are; use 'none', or mode 'overlap'"
-        )
-    told = f"bucket_bytes is {sizes[0]}, first_bucket_bytes {sizes[1]}"
-    if min(sizes) < 1:
-        raise ConfigError(f"{told}; both must be positive")
-    if mode == "fleet" and sizes != (BUCKET_BYTES, FIRST_BUCKET_BYTES):
-        raise ConfigError(
-            f"{told}; sync mode 'fleet' has buffers of Paddle's own size, 128 MiB. Remove both, or "
-            "use mode 'fused'"
-        )
-    if not 0 < limits[0] <= limits[1]:
-        raise ConfigError(
-            f"peer_timeout is {limits[0]}, stall_timeout {limits[1]} seconds; both must be "
-            "positive, and the first at most the second"
-        )
-    if check_every is not None and check_every < 1:
-        raise ConfigError(f"check_every is {check_every}; it must be at least 1, or None for never")

@@ -142,7 +142,7 @@ class StaticTrainStep:
             )
         _check_ranks()
         if is_distributed():
-            peers().limits = Limits(config.peer_timeout, config.stall_timeout)
+            peers().state.limits = Limits(config.peer_timeout, config.stall_timeout)
         _check_loss(config, loss_fn, grad_cache)
         self._config = config
         self._builder = ProgramBuilder(

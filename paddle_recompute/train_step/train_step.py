@@ -210,63 +210,29 @@ class TrainStep:
                 step nor those after it have changed the parameters then.
             RecomputeError: `grad_cache` has found another number in a second forward; likewise.
         """
-        if len(micro_batches) != self._accumulate_steps:
-            raise ConfigError(
-                f"TrainStep got {len(micro_batches)} micro-batches; accumulate_steps is "
-                f"{self._accumulate_steps}"
-            )
-        if not paddle.is_grad_enabled():
-            raise ConfigError(
-                "TrainStep was called under paddle.no_grad(), where nothing gets a gradient; call "
-                "it outside"
-            )
+        self._check_call(micro_batches)
         self._sync.take_start_values()
         began = time.perf_counter()
-        counts = [self._count(micro_batch) for micro_batch in micro_batches]
-        total = math.fsum(counts)
-        # Exactly accumulate_steps where all counts are equal: then it is the plain mean, to the
-        # bit. The synchronization weighs the ranks, where theirs differ.
-        divisors = [total / count for count in counts]
         loss_scale = self._scaler.scale if self._scaler is not None else None
-        self._sync.report = StepReport(total, self._terms())
+        divisors = self._divisors(micro_batches)
         if self._offloaded is not None:
-            is_double = any(p.dtype == paddle.float64 for p in self._parameters.trained)
-            self._offloaded.finish_with(
-                OnComplete(
-                    loss_scale,
-                    widen=self._amp is not None,
-                    norm_dtype=paddle.float64 if is_double else paddle.float32,
-                )
-            )
-        last = self._accumulate_steps - 1
-        losses = []
-        loss = norm = math.nan
+            self._set_up_offloaded(self._offloaded, loss_scale)
         finite = True
         try:
-            for place, micro_batch in enumerate(micro_batches):
-                divisor = self._sync.report.divisor = divisors[place]
-                losses.append(
-                    self._backward(
-                        micro_batch, divisor=divisor, loss_scale=loss_scale, last=place == last
-                    )
-                )
+            losses = self._forward_backward(micro_batches, divisors, loss_scale)
             synchronized = time.perf_counter()
             self._parameters.look_through(self._sync)
-            timeline = self._sync.timeline
-            computed = timeline.backward_ended if timeline is not None else synchronized
-            agreed = self._sync.agreed
-            gradients, norm_on_device = unscale(
+            gradients, norm = unscale(
                 self._parameters.updated,
                 loss_scale,
                 widen=self._amp is not None,
                 offloaded=self._offloaded,
             )
-            outcome = Outcome(losses, divisors, norm_on_device, agreed.loss if agreed else None)
+            agreed = self._sync.agreed
+            outcome = Outcome(losses, divisors, norm, agreed.loss if agreed else None)
             must_read = self._must_read
             if must_read:
-                [(loss, norm)] = read_all([outcome])
-                finite = self._is_finite_everywhere(loss, norm)
-                self._update_if(finite, loss, norm, gradients)
+                finite = self._update_if_finite(outcome, gradients)
             else:
                 self._update_on_device(outcome, gradients)
         except BaseException:  # the next step would add to them
@@ -279,15 +245,71 @@ class TrainStep:
         if self._scaler is not None and loss_scale is not None:
             self._scaler.update(finite)
             self._scale_residuals(self._scaler.scale / loss_scale)
-        seconds = {
+        seconds = self._seconds(began, synchronized)
+        if must_read:
+            [(loss, grad_norm)] = read_all([outcome])
+            return StepResult(loss, grad_norm, seconds, not finite, loss_scale)
+        self._unread.look_if_due()
+        return StepResult.unread(functools.partial(self._unread.look_at, outcome), seconds)
+
+    # ------------------------------------------------------------------- the phases of a step
+
+    def _check_call(self, micro_batches: Sequence[Any]) -> None:
+        if len(micro_batches) != self._accumulate_steps:
+            raise ConfigError(
+                f"TrainStep got {len(micro_batches)} micro-batches; accumulate_steps is "
+                f"{self._accumulate_steps}"
+            )
+        if not paddle.is_grad_enabled():
+            raise ConfigError(
+                "TrainStep was called under paddle.no_grad(), where nothing gets a gradient; call "
+                "it outside"
+            )
+
+    def _divisors(self, micro_batches: Sequence[Any]) -> list[float]:
+        """What each micro-batch's loss is divided by, from the numbers of examples.
+
+        Exactly `accumulate_steps` where all numbers are equal: then it is the plain mean, to the
+        bit. The synchronization weighs the ranks, where theirs differ.
+        """
+        counts = [self._count(micro_batch) for micro_batch in micro_batches]
+        total = math.fsum(counts)
+        self._sync.report = StepReport(total, self._terms())
+        return [total / count for count in counts]
+
+    def _set_up_offloaded(self, offloaded: OffloadOptimizer, loss_scale: float | None) -> None:
+        """Say what is done to the gradients of offloaded parameters, which leave the device during
+        the backward.
+        """
+        is_double = any(p.dtype == paddle.float64 for p in self._parameters.trained)
+        norm_dtype = paddle.float64 if is_double else paddle.float32
+        offloaded.finish_with(
+            OnComplete(loss_scale, widen=self._amp is not None, norm_dtype=norm_dtype)
+        )
+
+    def _forward_backward(
+        self, micro_batches: Sequence[Any], divisors: Sequence[float], loss_scale: float | None
+    ) -> list[paddle.Tensor]:
+        """The loss of each micro-batch; the gradients are synchronized in the last backward."""
+        last = self._accumulate_steps - 1
+        losses = []
+        for place, micro_batch in enumerate(micro_batches):
+            divisor = self._sync.report.divisor = divisors[place]
+            losses.append(
+                self._backward(
+                    micro_batch, divisor=divisor, loss_scale=loss_scale, last=place == last
+                )
+            )
+        return losses
+
+    def _seconds(self, began: float, synchronized: float) -> dict[str, float]:
+        timeline = self._sync.timeline
+        computed = timeline.backward_ended if timeline is not None else synchronized
+        return {
             "forward_backward": computed - began,
             "sync": synchronized - computed,
             "update": time.perf_counter() - synchronized,
         }
-        if must_read:
-            return StepResult(loss, norm, seconds, not finite, loss_scale)
-        self._unread.look_if_due()
-        return StepResult.unread(functools.partial(self._unread.look_at, outcome), seconds)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The mixed precision of the forward pass, for an evaluation of the model; without `amp`
@@ -382,19 +404,22 @@ class TrainStep:
         return mean_over_ranks(float(finite), self._sync.group) == 1
 
     @paddle.no_grad()
-    def _update_if(self, finite: bool, loss: float, norm: float, gradients: Gradients) -> None:
-        """Clip and update, or leave the parameters alone."""
-        if finite:
-            if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
-                for alike in gradients.values():
-                    scale_all(alike, self._clip_grad_norm / norm)
-                if self._offloaded is not None:
-                    self._offloaded.scale_gradients(self._clip_grad_norm / norm)
-            self._update()
-            return
-        self._backward.explain()
-        if self._scaler is None:
-            raise divergence(loss, norm)
+    def _update_if_finite(self, outcome: Outcome, gradients: Gradients) -> bool:
+        """Read loss and norm; clip and update, or leave the parameters alone on all ranks."""
+        [(loss, norm)] = read_all([outcome])
+        finite = self._is_finite_everywhere(loss, norm)
+        if not finite:
+            self._backward.explain()
+            if self._scaler is None:
+                raise divergence(loss, norm)
+            return False
+        if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
+            for alike in gradients.values():
+                scale_all(alike, self._clip_grad_norm / norm)
+            if self._offloaded is not None:
+                self._offloaded.scale_gradients(self._clip_grad_norm / norm)
+        self._update()
+        return True
 
     @paddle.no_grad()
     def _update_on_device(self, outcome: Outcome, gradients: Gradients) -> None:

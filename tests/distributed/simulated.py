@@ -19,19 +19,8 @@ class SimulatedRank:
         self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=10)
         self._reader = wire.Reader()
         self._heard: list[wire.Message] = []
-        challenge = self._exactly(wire.CHALLENGE_BYTES)
-        said = wire.hello(rank, challenge, key)
-        self.socket.sendall(said)
-        self.is_in = self._exactly(1) == wire.ACCEPTED
-
-    def _exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            new = self.socket.recv(size - len(data))
-            if not new:
-                break
-            data += new
-        return data
+        self.socket.sendall(wire.hello(rank, key))
+        self.is_in = self.socket.recv(1) == wire.ACCEPTED
 
     def say(self, **message: Any) -> None:
         self.socket.sendall(wire.encode(message))

@@ -40,7 +40,7 @@ def end_in_a_collective(folder: str, exit_code: int | None, peer_lives_on: float
     paddle.slow_end = SlowEnd(peer_lives_on + 3.0)
     lane.begin(lambda group: dist.all_reduce(paddle.ones([1]), group=group), "a sum")
     time.sleep(0.5)
-    peers()._has_said_goodbye = True  # rank 1 is not to hear of it
+    peers().shutdown.has_announced = True  # rank 1 is not to hear of it
     peers().fail = lambda error: error  # type: ignore[method-assign]
     ended.touch()
     if exit_code is None:

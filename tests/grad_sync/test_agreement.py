@@ -32,7 +32,7 @@ class Counting:
         self.gradients = 0
 
     def __enter__(self) -> Counting:
-        all_reduce, send = dist.all_reduce, peers()._send
+        all_reduce, send = dist.all_reduce, peers()._link.send
         reduce_numbers = _agreement.reduce_numbers
 
         def reduce(tensor: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ class Counting:
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(mock.patch.object(dist, "all_reduce", reduce))
         self._patches.enter_context(mock.patch.object(_agreement, "reduce_numbers", reduce_small))
-        self._patches.enter_context(mock.patch.object(peers(), "_send", say))
+        self._patches.enter_context(mock.patch.object(peers()._link, "send", say))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,6 @@ from paddle_recompute.app.cli._init import init
 from paddle_recompute.app.cli._memory import estimate, plan
 from paddle_recompute.app.cli._on_ranks import doctor, parity, train
 from paddle_recompute.app.cli._report import report
-from paddle_recompute.app.launch import is_launched, prepare_rank
 from paddle_recompute.distributed import connect_early
 
 __all__ = ["main"]
@@ -25,8 +24,6 @@ class _InOrder(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """A rank is connected to the others first, so that they hear of whatever ends it."""
-        if is_launched():
-            prepare_rank()
         connect_early()
         return super().main(*args, **kwargs)
 

@@ -217,7 +217,9 @@ def run_on_ranks(
         from paddle_recompute.app.data import check_files
 
         check_files(config)
-        start(config, ["-m", "paddle_recompute", *arguments])
+        context = click.get_current_context(silent=True)
+        debug = ["--debug"] if context is not None and context.params.get("debug") else []
+        start(config, ["-m", "paddle_recompute", *arguments, *debug])
         file = config.train.output_dir / result
         try:
             return read_json(file)

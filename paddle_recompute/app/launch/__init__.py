@@ -3,13 +3,12 @@
 from paddle_recompute.app.launch._rank_process import (
     STARTED,
     is_launched,
-    prepare_rank,
+    is_on_terminal,
     styled,
 )
 from paddle_recompute.app.launch._rank_settings import quiet_settings, speed_settings
 from paddle_recompute.app.launch.launcher import (
     RankFailedError,
-    RankRefusedError,
     is_rank,
     launch,
     require_paddle_and_devices,
@@ -21,13 +20,12 @@ from paddle_recompute.app.launch.restarts import errors_in_one_paragraph, launch
 __all__ = [
     "STARTED",
     "RankFailedError",
-    "RankRefusedError",
     "errors_in_one_paragraph",
     "is_launched",
+    "is_on_terminal",
     "is_rank",
     "launch",
     "launch_with_restarts",
-    "prepare_rank",
     "quiet_settings",
     "require_paddle_and_devices",
     "signals_as_exit",

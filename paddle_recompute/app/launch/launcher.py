@@ -21,15 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+import click
+
 from paddle_recompute._installed import require_paddle
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.launch._rank_process import (
-    LOG_DIR,
     ON_TERMINAL,
     STARTED,
-    RankError,
     die_with_parent,
-    read_errors,
 )
 from paddle_recompute.app.launch._rank_settings import quiet_settings, speed_settings
 from paddle_recompute.errors import LaunchError, StoppedError
@@ -40,24 +39,25 @@ _PATIENCE = 5.0
 _SAVE_SECONDS = 600.0
 """For the step that runs and the checkpoint that is written after a signal."""
 _TAIL_LINES = 30
+_STOPPED = [128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)]
+NAME = "paddle-recompute"
+"""Begins the paragraph with which a command, on ranks too, tells an error of this library."""
+OF_LIBRARY = REFUSED, AGAIN = 2, 3
+"""Exit codes of a rank after an error of this library: another start would end alike, or may go
+well (then another rank may be the cause).
+"""
 
 
 class RankFailedError(LaunchError):
-    """A rank ended with an error that is none of the library's own; says where to read on."""
-
-
-class RankRefusedError(LaunchError):
-    """A rank ended with one of the library's own errors; this one says the same.
+    """A rank ended with an error; says how, and the last lines of its log.
 
     Attributes:
-        traceback: The rank's, as Python prints it.
-        kind: The name of the class of the rank's error.
+        code: The exit code of the rank; negative: the signal that ended it.
     """
 
-    def __init__(self, error: RankError) -> None:
-        super().__init__(error.message)
-        self.traceback = error.traceback
-        self.kind = error.kind
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def is_rank() -> bool:
@@ -80,21 +80,19 @@ def launch(config: Config, command: Sequence[str]) -> None:
 
     Args:
         config: Says how many ranks, on which device, and where the logs go.
-        command: Arguments for the Python interpreter; each rank calls
-            `paddle_recompute.app.launch._rank_process.prepare_rank` first.
+        command: Arguments for the Python interpreter.
 
     Raises:
         DependencyError: There is no Paddle, or it is too old.
         StoppedError: A rank got a signal; all have saved their step and ended.
-        RankRefusedError: A rank ended with one of the library's own errors.
-        RankFailedError: A rank ended otherwise; the message holds the end of its traceback.
+        RankFailedError: A rank ended with another code than 0.
         LaunchError: The ranks cannot be started here.
     """
     require_paddle_and_devices(config)
     _require_one_machine(config)
     log_dir = config.train.output_dir.absolute() / "logs"
     _remove_old_logs(log_dir)
-    environment, chosen = _environment(config, log_dir)
+    environment, chosen = _environment(config)
     print(f"{start_line(config, chosen)}, logs in {log_dir}", flush=True)
     ranks: list[subprocess.Popen[bytes]] = []
     logs = [log_dir / f"workerlog.{rank}" for rank in range(config.launch.num_ranks)]
@@ -102,11 +100,12 @@ def launch(config: Config, command: Sequence[str]) -> None:
         try:
             for log, own in zip(logs, _environments(config, environment), strict=True):
                 ranks.append(_start(command, own, log))
-            failed = _run(ranks, said)
+            first = _run(ranks, said)
         finally:
             _end(ranks, said)
-    if failed is not None:
-        raise _failure(log_dir, failed, ranks[failed].returncode)
+    if first is not None:
+        codes = [rank.returncode for rank in ranks]
+        raise _failure(logs, codes, first, is_long="--debug" in command)
 
 
 def require_paddle_and_devices(config: Config) -> None:
@@ -147,14 +146,13 @@ def _require_one_machine(config: Config) -> None:
         )
 
 
-def _environment(config: Config, log_dir: Path) -> tuple[dict[str, str], dict[str, str]]:
+def _environment(config: Config) -> tuple[dict[str, str], dict[str, str]]:
     """The variables of all ranks, and those among them that were chosen here for speed."""
     environment = dict(os.environ)
     for name in ("MASTER_ADDR", "MASTER_PORT"):  # Paddle would prefer them to PADDLE_MASTER
         environment.pop(name, None)
     chosen = speed_settings(config.launch.num_ranks, environment, device=config.launch.device)
-    environment |= chosen | quiet_settings(environment) | {LOG_DIR: str(log_dir)}
-    environment[STARTED] = str(time.time())
+    environment |= chosen | quiet_settings(environment) | {STARTED: str(time.time())}
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
         environment |= {"COLUMNS": str(size.columns), "LINES": str(size.lines), ON_TERMINAL: "1"}
@@ -186,9 +184,8 @@ def _environments(config: Config, common: dict[str, str]) -> Iterator[dict[str, 
 def _remove_old_logs(log_dir: Path) -> None:
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        for pattern in ("workerlog.*", "error.*.json"):
-            for path in log_dir.glob(pattern):
-                path.unlink()
+        for path in log_dir.glob("workerlog.*"):
+            path.unlink()
     except OSError as error:
         raise LaunchError(
             f"{log_dir}: cannot be written ({error.strerror}); choose another train.output_dir"
@@ -271,31 +268,31 @@ def signals_as_exit() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _failure(log_dir: Path, failed: int, code: int) -> LaunchError | StoppedError:
-    """The error that tells what went wrong first."""
-    errors = read_errors(log_dir)
-    if errors and errors[0].exit_code is not None:
-        return StoppedError(errors[0].message, errors[0].exit_code)
-    if errors and errors[0].is_users:
-        return RankRefusedError(errors[0])
-    if errors:
-        first = errors[0]
-        log = log_dir / f"workerlog.{first.rank}"
-        return RankFailedError(
-            f"rank {first.rank} failed; its output is in {log}\n{first.traceback}"
-        )
-    how = f"ended with code {code}"
+def _failure(
+    logs: Sequence[Path], codes: Sequence[int], first: int, *, is_long: bool
+) -> RankFailedError | StoppedError:
+    """The error of the rank that failed by itself: the `first` to end, unless that followed from
+    the end of another one.
+    """
+    follows = (0, AGAIN, -signal.SIGTERM)
+    own = [rank for rank, code in enumerate(codes) if code not in follows]
+    failed = first if first in own or not own else own[0]
+    code, log = codes[failed], logs[failed]
+    if code in _STOPPED:
+        return StoppedError(f"rank {failed} was asked to stop, and has saved its step", code)
     if code < 0:
         how = f"was ended by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             how += ", which the system sends where memory runs out"
-    return RankFailedError(f"rank {failed} {how}; {_end_of(log_dir / f'workerlog.{failed}')}")
-
-
-def _end_of(log: Path) -> str:
+    else:
+        how = f"ended with code {code}"
     if not log.exists():
-        return f"its output was in {log}, which was removed during the run"
-    full = " (the disk is full)" if not shutil.disk_usage(log.parent).free else ""
-    text = log.read_text(encoding="utf-8", errors="replace").rstrip()
+        return RankFailedError(f"rank {failed} {how}; its output was in {log}, removed since", code)
+    text = click.unstyle(log.read_text(encoding="utf-8", errors="replace").rstrip())
+    _, begin, paragraph = f"\n{text}".rpartition(f"\n{NAME}: ")
+    if code in OF_LIBRARY and begin and not is_long:
+        return RankFailedError(paragraph, code)
+    full = "" if shutil.disk_usage(log.parent).free else " (the disk is full)"
     tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
-    return f"its output is in {log}{full}, which " + (f"ends with\n{tail}" if tail else "is empty")
+    ends = f"which ends with\n{tail}" if tail else "which is empty"
+    return RankFailedError(f"rank {failed} {how}; its output is in {log}{full}, {ends}", code)

@@ -14,13 +14,22 @@ import click
 
 from paddle_recompute._run_folder import CHECKPOINTS, check_may_start, checkpoints_in, hold
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.launch._rank_process import is_launched, leave_error, styled
-from paddle_recompute.app.launch.launcher import RankFailedError, RankRefusedError, launch
+from paddle_recompute.app.launch._rank_process import is_launched, styled
+from paddle_recompute.app.launch.launcher import (
+    AGAIN,
+    NAME,
+    OF_LIBRARY,
+    REFUSED,
+    RankFailedError,
+    launch,
+)
 from paddle_recompute.distributed import connected_early
-from paddle_recompute.errors import PaddleRecomputeError, StoppedError
-
-_AGAIN = ("PeerError", "OutOfMemoryError")
-"""Own errors of a rank after which another start may go well."""
+from paddle_recompute.errors import (
+    OutOfMemoryError,
+    PaddleRecomputeError,
+    PeerError,
+    StoppedError,
+)
 
 
 def launch_with_restarts(config: Config, command: Sequence[str], *, max_restart: int = 0) -> None:
@@ -40,9 +49,8 @@ def launch_with_restarts(config: Config, command: Sequence[str], *, max_restart:
         for attempt in itertools.count(1):
             try:
                 return launch(config, command)
-            except (RankFailedError, RankRefusedError) as error:
-                died = isinstance(error, RankFailedError) or error.kind in _AGAIN
-                if not died or attempt > max_restart:
+            except RankFailedError as error:
+                if error.code == REFUSED or attempt > max_restart:
                     raise
                 click.echo(f"{_name()}: {error}", err=True)
                 click.echo(f"Starting again ({attempt} of {max_restart})", err=True)
@@ -52,7 +60,7 @@ def launch_with_restarts(config: Config, command: Sequence[str], *, max_restart:
 
 
 def _name() -> str:
-    return styled("paddle-recompute", stream=sys.stderr, fg="red", bold=True)
+    return styled(NAME, stream=sys.stderr, fg="red", bold=True)
 
 
 def _saved_in(folder: Path) -> list[tuple[Path, int]]:
@@ -63,30 +71,24 @@ def _saved_in(folder: Path) -> list[tuple[Path, int]]:
 
 @contextmanager
 def errors_in_one_paragraph(debug: bool, interrupted: str) -> Iterator[None]:
-    """Print an error of this library as a paragraph and exit with code 2 (1: a rank failed).
-
-    Other ranks hear of it. In a rank that `launch` started, it is left for the launcher instead.
+    """Print an error of this library as a paragraph and exit with code 2 (1: a rank failed with
+    another error). In a rank, the other ranks hear of it.
     """
-    if is_launched():
-        try:
-            yield
-        except StoppedError as error:  # no excepthook is called for what ends a process in order
-            leave_error(type(error), error, None)
-            raise
-        return
     try:
         yield
     except StoppedError as error:  # rank 0 has said so
         sys.exit(error.code)
     except PaddleRecomputeError as error:
-        if isinstance(error, RankRefusedError) and debug:
-            click.echo(error.traceback, err=True)
-        elif debug:
+        if debug:
             click.echo(traceback.format_exc(), err=True)
-        code, of_rank = 1 if isinstance(error, RankFailedError) else 2, ""
+        code, of_rank = REFUSED, ""
+        if isinstance(error, RankFailedError) and error.code not in OF_LIBRARY:
+            code = 1
+        elif is_launched() and isinstance(error, (PeerError, OutOfMemoryError)):
+            code = AGAIN
         if (client := connected_early()) is not None:
             client.fail(error)
-            client.exit_code = code
+            client.shutdown.exit_code = code
             of_rank = f"rank {client.rank} on {socket.gethostname()}: "
         click.echo(f"{_name()}: {of_rank}{error}", err=True)
         sys.exit(code)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from paddle_recompute._files import write_text
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute._run_folder import METRICS
+from paddle_recompute.app.launch import is_on_terminal
 from paddle_recompute.app.report import append_record, line_of, read_metrics
 from paddle_recompute.app.trainer.loop import Callback, Run
 
@@ -61,7 +62,7 @@ class Progress:
     ) -> None:
         self._stream = stream or sys.stderr
         self._total = total
-        self._plain = enabled and not self._stream.isatty()
+        self._plain = enabled and not is_on_terminal(self._stream)
         self._bar = tqdm(
             total=total,
             initial=done,

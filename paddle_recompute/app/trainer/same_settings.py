@@ -36,7 +36,7 @@ def check_same_settings(config: Config) -> None:
         PeerError: A rank has failed, or did not come.
     """
     client = connect_ranks()
-    scope = Scope(client.all_ranks, client.limits)
+    scope = Scope(client.all_ranks, client.state.limits)
     said = client.compare("the settings of the ranks", scope, compared(config))
     if said is not None:
         found = differences(said)

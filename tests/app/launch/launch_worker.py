@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from paddle_recompute.app.launch._rank_process import LOG_DIR, prepare_rank
-from paddle_recompute.errors import DataError
+from paddle_recompute.app.launch import errors_in_one_paragraph, is_on_terminal
+from paddle_recompute.errors import DataError, PeerError
 
 RANK = int(os.environ["PADDLE_TRAINER_ID"])
 
@@ -21,13 +21,18 @@ def settings() -> None:
 
 
 def refuse() -> None:
-    """Rank 1 ends with an error for the user; rank 0 fails when that has been written."""
-    if RANK == 1:
-        raise DataError("pairs.tsv:7: one column where two are needed")
-    error = Path(os.environ[LOG_DIR]) / "error.1.json"
-    while not error.exists():
-        time.sleep(0.02)
-    raise RuntimeError("peer is gone")
+    """Rank 1 ends with an error of the library, after rank 0, which ends because of it."""
+    with errors_in_one_paragraph(False, "interrupted"):
+        if RANK == 1:
+            time.sleep(0.3)
+            raise DataError("pairs.tsv:7: one column where two are needed")
+        raise PeerError("rank 1 failed")
+
+
+def peers() -> None:
+    """Each rank ends because of another one."""
+    with errors_in_one_paragraph(False, "interrupted"):
+        raise PeerError("rank 9 has died")
 
 
 def fail() -> None:
@@ -44,24 +49,22 @@ def killed() -> None:
     time.sleep(60)
 
 
-def remove() -> None:
+def remove(folder: str) -> None:
     """Rank 1 ends without its log."""
     if RANK == 1:
-        (Path(os.environ[LOG_DIR]) / "workerlog.1").unlink()
-        os._exit(3)
+        Path(folder, "logs", "workerlog.1").unlink()
+        os._exit(4)
     time.sleep(60)
 
 
 def wait(folder: str) -> None:
     """Write the process id, then wait, on a terminal with a bar."""
     Path(folder, f"{RANK}.pid").write_text(str(os.getpid()))
-    print(f"terminal {sys.stderr.isatty()} {os.environ.get('COLUMNS')}")
+    print(f"terminal {is_on_terminal(sys.stderr)} {os.environ.get('COLUMNS')}")
     sys.stderr.write("\rstep 1/9\rstep 2/9")
     time.sleep(60)
 
 
 if __name__ == "__main__":
-    prepare_rank()
-    {f.__name__: f for f in (settings, refuse, fail, killed, remove, wait)}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    workers = (settings, refuse, peers, fail, killed, remove, wait)
+    {f.__name__: f for f in workers}[sys.argv[1]](*sys.argv[2:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pty
 import signal
@@ -14,7 +13,6 @@ import termios
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,11 @@ import pytest
 from paddle_recompute.app.config import Config, load_config
 from paddle_recompute.app.launch import (
     RankFailedError,
-    RankRefusedError,
     _rank_settings,
     launch,
     launcher,
     restarts,
 )
-from paddle_recompute.app.launch._rank_process import RankError, read_errors
 from paddle_recompute.errors import LaunchError
 from tests.ranks import ROOT
 
@@ -124,31 +120,32 @@ def test_cores_and_the_cpu_are_those_of_this_machine(
 # ------------------------------------------------------------------------------- what goes wrong
 
 
-def test_the_first_error_for_the_user_is_told_as_it_is(config: Callable[..., Config]) -> None:
-    """Rank 0 fails after it and because of it."""
-    with pytest.raises(RankRefusedError) as caught:
+def test_the_error_of_the_rank_that_failed_by_itself_is_told(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 ends first, because of rank 1."""
+    monkeypatch.setattr(launcher, "_PATIENCE", 20.0)
+    with pytest.raises(RankFailedError) as caught:
         launch(config(), [*WORKER, "refuse"])
     assert str(caught.value) == "pairs.tsv:7: one column where two are needed"
-    assert "tests/app/launch/launch_worker.py" in caught.value.traceback
+    assert caught.value.code == launcher.REFUSED
 
 
 @pytest.mark.parametrize(
-    ("worker", "words"),
+    ("worker", "code", "words"),
     [
-        (
-            "fail",
-            "rank 1 failed; its output is in .*logs/workerlog.1\nTraceback(.|\n)*ZeroDivision",
-        ),
-        ("killed", "rank 1 was ended by SIGKILL, .* memory runs out"),
-        ("remove", "rank 1 ended with code 3; its output was in .*workerlog.1, which was removed"),
+        ("fail", 1, "rank 1 ended with code 1; its output is in .*workerlog.1(.|\n)*ZeroDivision"),
+        ("killed", -signal.SIGKILL, "rank 1 was ended by SIGKILL, .* memory runs out"),
+        ("remove", 4, "rank 1 ended with code 4; its output was in .*workerlog.1, removed since"),
+        ("peers", launcher.AGAIN, "^rank 9 has died$"),
     ],
 )
 def test_how_a_rank_failed_is_told(
-    worker: str, words: str, config: Callable[..., Config], capfd: pytest.CaptureFixture[str]
+    worker: str, code: int, words: str, config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    with pytest.raises(RankFailedError, match=words):
-        launch(config(), [*WORKER, worker])
-    assert "Traceback" not in capfd.readouterr().out
+    with pytest.raises(RankFailedError, match=words) as caught:
+        launch(config(), [*WORKER, worker, *([str(tmp_path)] if worker == "remove" else [])])
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize(
@@ -266,30 +263,17 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_the_first_cause_is_told_before_what_follows_from_it(tmp_path: Path) -> None:
-    """The rank that fails may write its error later than those who heard of it."""
-    for rank, (kind, when) in enumerate(
-        {"PeerError": 1.0, "DataError": 3.0, "KeyError": 2.0}.items()
-    ):
-        error = RankError(rank, when, kind, True, "", kind)
-        (tmp_path / f"error.{rank}.json").write_text(json.dumps(asdict(error)))
-    kinds = [error.kind for error in read_errors(tmp_path)]
-    assert kinds == ["KeyError", "DataError", "PeerError"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "starts"), [("PeerError", 3), ("OutOfMemoryError", 3), ("ConfigError", 1)]
-)
+@pytest.mark.parametrize(("code", "starts"), [(launcher.AGAIN, 3), (-9, 3), (launcher.REFUSED, 1)])
 def test_ranks_start_again_after_an_error_that_another_start_may_not_have(
-    kind: str, starts: int, monkeypatch: pytest.MonkeyPatch, config: Callable[..., Config]
+    code: int, starts: int, monkeypatch: pytest.MonkeyPatch, config: Callable[..., Config]
 ) -> None:
     tried = []
 
-    def refused(*_: Any, **__: Any) -> None:
-        tried.append(kind)
-        raise RankRefusedError(RankError(1, 1.0, "why", True, "", kind))
+    def failed(*_: Any, **__: Any) -> None:
+        tried.append(code)
+        raise RankFailedError("why", code)
 
-    monkeypatch.setattr(restarts, "launch", refused)
-    with pytest.raises(RankRefusedError, match="why"):
+    monkeypatch.setattr(restarts, "launch", failed)
+    with pytest.raises(RankFailedError, match="why"):
         restarts.launch_with_restarts(config(), [], max_restart=2)
     assert len(tried) == starts

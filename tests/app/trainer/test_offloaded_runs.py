@@ -125,10 +125,8 @@ LAUNCHED: dict[str, dict[str, Any]] = {
 TRAIN = """
 import sys
 from paddle_recompute import Trainer, load_config
-from paddle_recompute.app.launch import prepare_rank
 from tests.app.trainer.test_trainer import unmeasured
 
-prepare_rank()
 for file in sys.argv[1:]:
     unmeasured(Trainer(load_config(file)).run)()
 """

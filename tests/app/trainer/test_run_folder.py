@@ -141,7 +141,7 @@ def test_ranks_that_are_started_again_go_on_with_their_own_run(
             (folder / "run" / "metrics.jsonl").write_text("{}\n")
             if saves:
                 (folder / "run" / "checkpoint" / "step-2").mkdir(parents=True)
-            raise RankFailedError("rank 1 was ended by SIGKILL")
+            raise RankFailedError("rank 1 was ended by SIGKILL", -9)
 
     monkeypatch.setattr(restarts, "launch", launch)
     if overwrite:

@@ -1,4 +1,4 @@
-"""Connect the ranks before Paddle is imported, so that whatever ends one of them ends all."""
+"""Where the ranks of a run find the control server before Paddle's process group exists."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def connect_early(patience: float = START_SECONDS) -> ControlClient | None:
                     "use the port, as a run that has not ended; choose another one"
                 ) from error
         _early.append(ControlClient(int(rank), int(size), host, int(port), key, patience, server))
-        _early[0].is_early = True
-        _early[0].explain_sigterm()
+        _early[0].shutdown.is_early = True
+        _early[0].shutdown.explain_sigterm()
     return _early[0] if _early else None
