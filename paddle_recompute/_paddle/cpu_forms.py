@@ -116,20 +116,21 @@ def _limit(p: float) -> int | None:
 class _Dropout(PyLayer):
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, limit: int, share: np.float32) -> paddle.Tensor:
-        keep = paddle.randint(0, 2**BITS, x.shape, "int32") >= limit
+        numbers = paddle.randint(0, 2**BITS, x.shape, "int32")
+        keep = paddle.greater_equal(numbers, paddle.full([1], limit, "int32"))
         ctx.save_for_backward(keep)
         ctx.share = share
-        return _kept(x, keep, share)
+        return _divided(paddle.where(keep, x, paddle.zeros_like(x)), share)
 
     @staticmethod
     def backward(ctx: Any, dy: paddle.Tensor) -> paddle.Tensor:
         (keep,) = ctx.saved_tensor()
-        return _kept(dy, keep, ctx.share)
+        return _divided(dy * keep.astype(dy.dtype), ctx.share)
 
 
-def _kept(x: paddle.Tensor, keep: paddle.Tensor, share: np.float32) -> paddle.Tensor:
-    """Divided by a tensor: 2.6 multiplies by the reciprocal of a number, and rounds otherwise."""
-    return paddle.divide(x * keep.astype(x.dtype), paddle.full([1], float(share), x.dtype))
+def _divided(kept: paddle.Tensor, share: np.float32) -> paddle.Tensor:
+    """In place, by a tensor: 2.6 multiplies by the reciprocal of a number, and rounds otherwise."""
+    return kept.divide_(paddle.full([1], float(share), kept.dtype))
 
 
 def _on_cpu(x: paddle.Tensor) -> bool:
