@@ -194,7 +194,7 @@ def main() -> None:
                 raise SystemExit(f"{name} failed:\n{run.stderr[-3000:]}")
             found[name].append(tuple(json.loads(run.stdout.splitlines()[-1])))
             print(f"{name}: {found[name][-1]}", flush=True)
-    rows, reference = [], found[REFERENCE]
+    rows = []
     for name in names:
         shares = [
             own[0] / other[0] for own, other in zip(found[name], found[REFERENCE], strict=True)
