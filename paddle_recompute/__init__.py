@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paddle_recompute import errors, static_graph
+    from paddle_recompute._paddle.cpu_settings import CpuSettings, use_cpu_settings
     from paddle_recompute.app.config import Config, load_config
     from paddle_recompute.app.encoder import build_model
     from paddle_recompute.app.retrieval import Index, encode_texts, load_encoder
@@ -63,6 +64,7 @@ __all__ = [
     "CompileReport",
     "Config",
     "ContrastiveLoss",
+    "CpuSettings",
     "DoctorReport",
     "GradCache",
     "GradientSync",
@@ -96,6 +98,7 @@ __all__ = [
     "recompute_wrapper",
     "static_graph",
     "unpatch_fleet",
+    "use_cpu_settings",
 ]
 
 # Where each public name lives; those in the first table are usable without Paddle.
@@ -107,6 +110,7 @@ _WITHOUT_PADDLE = {
 }
 _WITH_PADDLE = {
     "CompileReport": "train_step",
+    "CpuSettings": "_paddle.cpu_settings",
     "ContrastiveLoss": "contrastive",
     "DoctorReport": "doctor",
     "GradCache": "contrastive",
@@ -137,6 +141,7 @@ _WITH_PADDLE = {
     "recompute": "recompute",
     "recompute_wrapper": "recompute",
     "unpatch_fleet": "patch",
+    "use_cpu_settings": "_paddle.cpu_settings",
 }
 
 

@@ -52,6 +52,19 @@ def _on_the_device_again() -> Iterator[None]:
         paddle.set_device(f"{selected.NAME}:0")
 
 
+@pytest.fixture(autouse=True)
+def _strides_as_at_the_start() -> Iterator[None]:
+    """`use_cpu_settings` sets a flag of Paddle's for the whole process."""
+    yield
+    if "paddle" in sys.modules:
+        import paddle
+
+        paddle.set_flags({"FLAGS_use_stride_kernel": _strides})
+
+
+_strides = _environment.get("FLAGS_use_stride_kernel", "1") not in ("0", "false", "False")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks which tests are of the matrix
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """On the simulated device: leave out what cannot run there, or everything without g++."""

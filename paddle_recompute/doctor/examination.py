@@ -10,6 +10,7 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute._paddle.cpu_settings import advice, missing_cpu_settings
 from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute.comparison import Array, StepState
 from paddle_recompute.contrastive import GradCache
@@ -95,6 +96,9 @@ def doctor(
         report.notes.insert(
             0, f"{len(plain.outputs)} calls of sublayers, {len(wrapped)} recomputed"
         )
+        missing = missing_cpu_settings()
+        if missing.set or missing.late:
+            report.notes.append(advice({**missing.set, **missing.late}))
         return report
     finally:
         state.put_back()

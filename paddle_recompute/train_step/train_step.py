@@ -11,6 +11,7 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute._paddle.cpu_settings import say_what_is_missing
 from paddle_recompute._paddle.flat import Gradients, scale_all
 from paddle_recompute._paddle.updates import (
     keeps_parameters_at_rate_0,
@@ -41,6 +42,9 @@ from paddle_recompute.train_step.parameters import (
 )
 from paddle_recompute.train_step.step import LOSS_PREFIX, StepResult
 from paddle_recompute.train_step.unread_steps import Outcome, UnreadSteps, divergence, read_all
+
+SLOW = 0.2
+"""Seconds; a step that takes longer looks whether `use_cpu_settings` would make it faster."""
 
 
 class TrainStep:
@@ -186,6 +190,7 @@ class TrainStep:
         self._clip_grad_norm = clip_grad_norm
         self._num_examples = num_examples or self._backward.count
         self._unread = UnreadSteps(self._backward.explain)
+        self._is_examined = False
 
     @ends_all_ranks()
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
@@ -246,6 +251,9 @@ class TrainStep:
             self._scaler.update(finite)
             self._scale_residuals(self._scaler.scale / loss_scale)
         seconds = self._seconds(began, synchronized)
+        if not self._is_examined and seconds["forward_backward"] > SLOW:
+            self._is_examined = True
+            say_what_is_missing()
         if must_read:
             [(loss, grad_norm)] = read_all([outcome])
             return StepResult(loss, grad_norm, seconds, not finite, loss_scale)

@@ -6,11 +6,11 @@ What the user has set already is never changed.
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-CPU_INFO = Path("/proc/cpuinfo")
+from paddle_recompute._paddle.cpu_settings import settings_for
+
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -26,19 +26,11 @@ def speed_settings(
 
     Returns:
         ``OMP_NUM_THREADS``, the rank's share of the cores, because Paddle uses one thread where
-        it is not set; and on x86 Linux with an AMD CPU ``MKL_DEBUG_CPU_TYPE=5``, because the MKL
-        in Paddle's wheels (2.6, 3.x) takes a path half as fast there without it. On a CPU also
-        ``FLAGS_use_stride_kernel=0``: slices, transpositions and reshapes make contiguous copies
-        and not strided views, which Paddle's CPU kernels (2.6, 3.x) go through element by element.
-        So what is written into a slice does not reach the tensor that it was cut from, and
-        ``paddle.as_strided`` does not work; the library's own models do neither.
+        it is not set; and what `use_cpu_settings` sets.
     """
     settings = {"OMP_NUM_THREADS": str(max(1, available_cores() // ranks_on_machine))}
-    if is_amd_on_linux():
-        settings["MKL_DEBUG_CPU_TYPE"] = "5"
-    if device == "cpu":
-        settings["FLAGS_use_stride_kernel"] = "0"
-    return {name: value for name, value in settings.items() if name not in environment}
+    chosen = {name: value for name, value in settings.items() if name not in environment}
+    return chosen | settings_for(environment, device)
 
 
 def quiet_settings(environment: Mapping[str, str]) -> dict[str, str]:
@@ -58,13 +50,3 @@ def available_cores() -> int:
     except (OSError, ValueError):  # no cgroup v2 here
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-
-
-def is_amd_on_linux() -> bool:
-    """Whether the CPU is an x86 one by AMD, and the system Linux."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
-    try:
-        return "AuthenticAMD" in CPU_INFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False

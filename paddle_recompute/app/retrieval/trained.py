@@ -17,6 +17,7 @@ import paddle
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from paddle_recompute._paddle.cpu_settings import use_cpu_settings_and_say_so
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.data import JudgedQueries, PairTokenizer, load_tokenizer
 from paddle_recompute.app.encoder import build_model
@@ -94,7 +95,8 @@ class TrainedEncoder:
 def load_encoder(folder: str | Path) -> TrainedEncoder:
     """Read the newest checkpoint of a run that is whole; a warning names those that are damaged.
 
-    The folder may come from a stranger: nothing in it is run.
+    The folder may come from anyone: nothing in it is run. On a CPU it calls `use_cpu_settings`, and
+    logs once what that has set; ``PADDLE_RECOMPUTE_CPU_SETTINGS=0`` switches it off.
 
     Args:
         folder: ``train.output_dir`` of the run, or the folder ``checkpoint`` in it.
@@ -116,6 +118,7 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
             f"{folder}: contains no trained model; name the train.output_dir of a run of "
             "`paddle-recompute train`"
         )
+    use_cpu_settings_and_say_so()
     checkpoint = find_checkpoint(inner, tell=partial(warnings.warn, stacklevel=3))
     try:
         config = checkpoint.state["config"]
@@ -160,6 +163,8 @@ def encode_texts(
 ) -> NDArray[np.float32]:
     """The vectors of `texts`; the inner product of two is their cosine.
 
+    On a CPU it calls `use_cpu_settings`, as `load_encoder` does.
+
     Args:
         encoder: From `load_encoder`.
         texts: At least one.
@@ -192,6 +197,7 @@ def encode_texts(
     check_texts(texts)
     check_encoder(encoder)
     check_count("batch_size", batch_size)
+    use_cpu_settings_and_say_so()
     longest = encoder.longest(side, max_tokens)
     tokenizer = _Counting(encoder.tokenizer)
     vectors = encode_batches(

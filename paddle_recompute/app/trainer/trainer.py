@@ -18,6 +18,7 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute._paddle.cpu_settings import use_cpu_settings_and_say_so
 from paddle_recompute._run_folder import BEST, METRICS, PLAN, REPORT, begin_anew
 from paddle_recompute.app.config import Config, schedule_of
 from paddle_recompute.app.data import PairLoader, PreparedData, Source, build_loader, prepare_data
@@ -89,6 +90,9 @@ class Trainer:
         returned. If there is none (the run was killed in its last evaluation), the model is
         evaluated.
 
+        On a CPU it calls `use_cpu_settings`, and logs once what that has set;
+        ``PADDLE_RECOMPUTE_CPU_SETTINGS=0`` switches it off.
+
         Returns:
             The final record, the same on every rank: ``recall@1``, ``recall@10``, ``mrr`` (also
             ``precision@1``, ``precision@10``, ``ndcg@10``, ``map``) and the first three of them
@@ -120,6 +124,7 @@ class Trainer:
                 scale was lowered); the message names the step.
         """
         self._rank = join_ranks(self.config)
+        use_cpu_settings_and_say_so()
         check_mode(self.config)
         require_bokeh()
         self._boards = boards(self.config.train.log_to)
