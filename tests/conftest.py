@@ -15,6 +15,8 @@ from tests import sampled
 from tests.fake_device import selected
 from tests.forked_ranks import faults_end_the_process
 
+# Whether MKL takes them depends on what ran in the process before, and so do the last bits.
+os.environ.setdefault("PADDLE_RECOMPUTE_CPU_SETTINGS", "0")
 settings.register_profile("tests", deadline=None)  # no test fails because a machine is slow
 settings.load_profile("tests")
 _why_not = selected.why_not() if selected.is_selected() else None
