@@ -259,9 +259,6 @@ bench-third_party: venv-nlp venv-formers
 	.venv-formers/bin/python -m benchmarks.correctness.third_party --library paddleformers $(ARGS)
 
 # FairScale, torch's own and sentence-transformers beside fleet's and ours.
-bench-cpu_step: venv venv-torch
-	.venv/bin/python -m benchmarks.speed.cpu_step $(ARGS)
-
 bench-peers: venv venv-torch
 	.venv/bin/python -m benchmarks.speed.peers $(ARGS)
 

@@ -90,24 +90,30 @@ def first_that_differs(
 
     Compares digests: about 1 s per GB on a CPU.
     """
-    return _first_unequal(Digests(tensors).values(), scope)
+    own = Digests(tensors).values()
+    return _first_unequal(peers().compare("the digests of the tensors", scope, own) or [], scope)
 
 
 def agree_on_start(
     names: Sequence[str], values: Sequence[object], scope: Scope, remedy: str
-) -> None:
-    """Check that all ranks start from the same `values`, as JSON takes them.
+) -> bool:
+    """Check that all ranks start from the same `values`.
 
     Args:
         names: Of what has them.
-        values: One for each of `names`; another rank may have fewer.
+        values: One for each of `names`; another rank may have fewer. An empty one (a buffer that a
+            forward of this rank has written) goes with any other.
         scope: The ranks.
         remedy: What to do otherwise, a sentence.
+
+    Returns:
+        Whether a rank has an empty value where another has not.
 
     Raises:
         SyncError: They do not; names the first that differs, and the ranks.
     """
-    difference = _first_unequal(values, scope)
+    said = peers().compare("the start values", scope, values) or []
+    difference = _first_unequal(said, scope)
     if difference is not None:
         index, ranks = difference
         raise SyncError(
@@ -115,18 +121,19 @@ def agree_on_start(
             f"before the first step: on rank {', '.join(map(str, ranks))} it is not what the "
             f"others have. Ranks that start from different values train different models. {remedy}"
         )
+    return len({tuple(value == "" for value in one.content) for one in said}) > 1
 
 
-def _first_unequal(own: Sequence[object], scope: Scope) -> tuple[int, list[int]] | None:
-    said = peers().compare("the digests of the tensors", scope, own) or []
+def _first_unequal(said: Sequence[Said], scope: Scope) -> tuple[int, list[int]] | None:
     for index in range(max((len(one.content) for one in said), default=0)):
         ranks_with: dict[object, list[int]] = {}
         for one in said:
             value = one.content[index] if index < len(one.content) else None
             ranks_with.setdefault(value, []).extend(one.ranks)
+        written = ranks_with.pop("", [])
         if len(ranks_with) > 1:
             usual = max(ranks_with, key=lambda value: len(ranks_with[value]))
-            return index, sorted({*scope.ranks} - {*ranks_with[usual]})
+            return index, sorted({*scope.ranks} - {*ranks_with[usual], *written})
     return None
 
 

@@ -205,8 +205,10 @@ class Agreement:
                 "must call them in the same order"
             )
         agree_on_trained(self._parameters, self._scope)
-        self._start.explain(self._scope)
+        is_written_somewhere = self._start.explain(self._scope)
         agree_on_options(report.terms, self._scope, of="TrainStep was called")
+        if is_written_somewhere:
+            return
         raise SyncError(
             "the ranks do not do the same in this step: some call GradientSync through TrainStep, "
             "others not, or in another way"

@@ -115,19 +115,22 @@ class StartValues:
         values = self._taken.values()
         first = [*itertools.chain.from_iterable(one.values() for one in self._added)]
         num_parameters = len(values) - len(first)
+        self._values = [*map(str, values)]
         for place, before in enumerate(first, num_parameters):
             if not self._has_buffers or values[place] != before:
-                values[place] = 0
-        self._values = [*map(str, values)]
+                self._values[place] = ""  # a forward has written it
         return hashlib.sha256(json.dumps(self._values).encode()).hexdigest()
 
-    def explain(self, scope: Scope) -> None:
+    def explain(self, scope: Scope) -> bool:
         """Check that the values are equal, one by one.
+
+        Returns:
+            Whether forwards have written a buffer on some of the ranks only, which may be.
 
         Raises:
             SyncError: They are not; names the first that differs, and the ranks.
         """
-        agree_on_start(
+        return agree_on_start(
             self._taken_names,
             self._values,
             scope,

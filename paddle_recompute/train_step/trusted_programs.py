@@ -175,6 +175,8 @@ class ProgramKeeper:
 
     def _go_on_without(self, reason: str) -> None:
         self.refusal = reason
+        if not hasattr(self.model.forward, "rollback"):
+            return  # the model is not compiled any more
         self.model.forward.rollback()
         said = f"{type(self.model).__name__} goes on in eager execution: {reason}"
         warnings.warn(said, stacklevel=3)

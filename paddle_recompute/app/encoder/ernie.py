@@ -14,7 +14,6 @@ from __future__ import annotations
 import paddle
 from paddle.nn import Dropout, Embedding, LayerNorm, Linear
 
-from paddle_recompute._paddle.cpu_forms import use_cpu_forms
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.encoder.bert_config import check_config_beside
 from paddle_recompute.app.encoder.own import build_own
@@ -101,7 +100,6 @@ class ErnieEncoder(paddle.nn.Layer):
             self.projection = Linear(
                 config.hidden_size, config.projection_size, weight_attr=_initial_weight(config)
             )
-        use_cpu_forms(self)
 
     def forward(
         self,

@@ -101,10 +101,10 @@ def launch(config: Config, command: Sequence[str]) -> None:
             for log, own in zip(logs, _environments(config, environment), strict=True):
                 ranks.append(_start(command, own, log))
             first = _run(ranks, said)
+            codes = [rank.poll() or 0 for rank in ranks]  # those that `_end` ends have none yet
         finally:
             _end(ranks, said)
     if first is not None:
-        codes = [rank.returncode for rank in ranks]
         raise _failure(logs, codes, first, is_long="--debug" in command)
 
 
