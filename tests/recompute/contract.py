@@ -199,7 +199,6 @@ def state_of_the_process() -> Seen:
         "NumPy's stream afterwards": np.random.rand(),
         "Python's stream afterwards": random.random(),
         "grad mode afterwards": paddle.is_grad_enabled(),
-        "global AMP dtype afterwards": AUTO_CAST.amp_global_state().amp_dtype,
         "AMP level afterwards": (level, tracer._amp_dtype, sorted(map(str, lists[0]))),
     }
 

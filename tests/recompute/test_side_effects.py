@@ -11,6 +11,7 @@ import pytest
 from paddle_recompute import ContrastiveLoss, GradCache, recompute
 from paddle_recompute.errors import RecomputeError
 from tests.recompute.contract import (
+    AUTO_CAST,
     Run,
     Seen,
     Using,
@@ -229,7 +230,8 @@ def test_auto_cast_inside(run: Run) -> Seen:
     with paddle.amp.auto_cast(dtype="float16"):
         z = layer(x)
     y.square().sum().backward()
-    return {"x": x, "y": y, "z": z, "layer": layer}
+    dtype = AUTO_CAST.amp_global_state().amp_dtype
+    return {"x": x, "y": y, "z": z, "layer": layer, "global AMP dtype": dtype}
 
 
 @case("BatchNorm reached by {way}", way=["a closure", "an argument"], num_listed=1)
