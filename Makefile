@@ -137,7 +137,7 @@ SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     app/parity/test_comparison.py \
     $(addprefix app/retrieval/test_,encode.py evaluation.py hugging_face.py mining.py use.py) \
     $(addprefix app/trainer/test_,callbacks.py disk_faults.py foreign_weights.py progress.py) \
-    $(addprefix app/trainer/test_,resume.py run_folder.py signals.py) \
+    $(addprefix app/trainer/test_,resume.py run_folder.py same_settings.py signals.py validation.py) \
     benchmarks $(addprefix distributed/test_,control_port.py control_server.py peer_state.py) \
     $(addprefix docs/test_,figures.py first_screen.py messages.py pages.py site.py story.py) \
     fuzz/test_readers.py fuzz/test_what_readers_read.py \
@@ -221,7 +221,7 @@ lint: venv
 # Benchmarks lie in folders by the question that they answer. Each prints a table and writes it to
 # benchmarks/results. sync and several_machines make networks, for which they need root
 # and iproute2.
-# *_vs_sentence_transformers make an environment with torch, .venv-torch.
+# retrieval_vs_sentence_transformers and peers make an environment with torch, .venv-torch.
 BENCHMARK_FILES := $(filter-out benchmarks/harness/%,$(wildcard benchmarks/*/[a-z]*.py))
 BENCHMARKS := $(sort correctness contrastive $(notdir $(basename $(BENCHMARK_FILES))))
 # The module of the benchmark NAME: $(call module_of,NAME)
@@ -261,10 +261,6 @@ bench-third_party: venv-nlp venv-formers
 # FairScale, torch's own and sentence-transformers beside fleet's and ours.
 bench-peers: venv venv-torch
 	.venv/bin/python -m benchmarks.speed.peers $(ARGS)
-
-# Needs the environment of the other library too.
-bench-contrastive_vs_sentence_transformers: venv venv-torch
-	.venv/bin/python -m benchmarks.contrastive.contrastive_vs_sentence_transformers $(ARGS)
 
 bench-host: venv
 	.venv/bin/python -m benchmarks.speed.host $(ARGS)
