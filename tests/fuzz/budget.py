@@ -10,14 +10,10 @@ from typing import Any
 import hypothesis
 from hypothesis import strategies as st
 
-from paddle_recompute import _installed
-
-IS_26 = (_installed._installed_version() or "").startswith("2.6")
-
 
 def examples(default: int) -> int:
-    """How many programs to try: the environment's FUZZ_PROGRAMS, or `default`, half on 2.6."""
-    return int(os.environ.get("FUZZ_PROGRAMS", (default + 1) // 2 if IS_26 else default))
+    """How many programs to try: the environment's FUZZ_PROGRAMS, or `default`."""
+    return int(os.environ.get("FUZZ_PROGRAMS", default))
 
 
 def seed() -> int:
