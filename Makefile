@@ -39,7 +39,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py' -o -name '*.j2' -o -name '*.html')
 
-.PHONY: venv venv26 venv-gpu venv-torch venv-nlp venv-formers venv-etcd test-gpu-wheel test-machines test-machines26 test-nlp test-formers test-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
+.PHONY: venv venv26 venv-gpu venv-torch venv-nlp venv-formers venv-etcd test-gpu-wheel test-machines test-machines26 test-nlp test-formers test-torch train parity parity26 test test26 compiled-tests test-device test-device26 fuzz fuzz26 fuzz-readers
 .PHONY: lint bench bench-list docs retrieval-demo venv-docs venv-release wheel-test wheel-install-test clean
 
 venv: .venv/.installed
@@ -128,6 +128,10 @@ APART := --ignore=tests/machines
 
 test: venv
 	.venv/bin/python -m pytest $(PARALLEL) $(APART) $(ARGS)
+
+# pytest rewrites and compiles each file of tests, which takes 10 s, and keeps what it has made.
+compiled-tests: venv
+	.venv/bin/python -m pytest --collect-only -qq -W ignore > /dev/null
 
 # Tests of files, words, pages and processes, in which the versions of Paddle do not differ: on 3.3
 # alone, because the whole check should take 18 minutes. make test26 SAME_ON_BOTH= runs them as well.
