@@ -98,9 +98,7 @@ class StartValues:
             return
         self._has_buffers = num_synchronized == 0
         named = {
-            name: one
-            for name, one in self._parameters().items()
-            if id(one) not in self._buffers
+            name: one for name, one in self._parameters().items() if id(one) not in self._buffers
         }
         buffers = [*self._buffers.values()]
         self._taken_names = [
