@@ -132,13 +132,16 @@ def test_the_error_of_the_rank_that_failed_by_itself_is_told(
         ("killed", -signal.SIGKILL, "rank 1 was ended by SIGKILL, .* memory runs out"),
         ("remove", 4, "rank 1 ended with code 4; its output was in .*workerlog.1, removed since"),
         ("peers", launcher.AGAIN, "^rank 9 has died$"),
+        ("deaf", launcher.AGAIN, "^rank 9 has died$"),
     ],
 )
 def test_how_a_rank_failed_is_told(
     worker: str, code: int, words: str, config: Callable[..., Config], tmp_path: Path
 ) -> None:
     with pytest.raises(RankFailedError, match=words) as caught:
-        launch(config(), [*WORKER, worker, *([str(tmp_path)] if worker == "remove" else [])])
+        launch(
+            config(), [*WORKER, worker, *([str(tmp_path)] if worker in ("remove", "deaf") else [])]
+        )
     assert caught.value.code == code
 
 
