@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from paddle_recompute._paddle import cpu_settings
+from paddle_recompute.app.cli import _process
 from paddle_recompute.app.config import Config, load_config
 from paddle_recompute.app.launch import (
     RankFailedError,
@@ -27,7 +29,7 @@ from paddle_recompute.app.launch import (
     launcher,
     restarts,
 )
-from paddle_recompute.errors import LaunchError
+from paddle_recompute.errors import DependencyError, LaunchError
 from tests.ranks import ROOT
 
 TINY = ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"
@@ -100,6 +102,17 @@ def test_settings_of_the_user_win(
     monkeypatch.setattr(cpu_settings, "_flags", lambda: cpu_settings._AVX512)
     assert _rank_settings.speed_settings(ranks, own, device=device) == chosen
     assert "GLOG_minloglevel" not in _rank_settings.quiet_settings({"GLOG_minloglevel": "0"})
+
+
+def test_ranks_of_other_machines_do_not_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `fleetrun` starts a command on two machines with two ranks each."""
+    environment = {"PADDLE_TRAINERS_NUM": "4", "PADDLE_LOCAL_SIZE": "2"}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(_rank_settings, "available_cores", lambda: 8)
+    monkeypatch.setattr(_process, "require_paddle", mock.Mock(side_effect=DependencyError("here")))
+    with pytest.raises(DependencyError, match="here"):  # before it joins the others
+        _process.prepare_one_of_ranks("")
+    assert environment["OMP_NUM_THREADS"] == "4"
 
 
 def test_cores_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
