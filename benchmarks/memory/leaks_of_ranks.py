@@ -10,7 +10,6 @@ Paddle's allocator, and objects of the garbage collector as in `benchmarks.memor
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 

@@ -2,8 +2,8 @@
 
 16 blocks of ``Linear(1024, 1024)``, each recomputed, batch 64 per rank, float32, clipping.
 Bytes are those of Paddle's allocator above what was there before the model: the peak of the third
-step, and that of its update. Time is the ratio within a round of one step of each variant, in one run;
-that of CPU time counts all threads of a rank. With ``--mbit``, the ranks are in two network
+step, and that of its update. Time is the ratio within a round of one step of each variant, in one
+run; that of CPU time counts all threads of a rank. With ``--mbit``, the ranks are in two network
 namespaces with a link of that rate, and time by the clock is measured too; this needs root and
 iproute2.
 
