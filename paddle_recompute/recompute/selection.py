@@ -153,6 +153,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     left_out.update({name: f"policy {config.policy}" for name in candidates if name not in chosen})
     wrapped = tuple(name for name in candidates if name in chosen)
     cheap = tuple(name for name in wrapped if is_cheap(parts[name]))
+    wrapping: object = model
     if config.engine == "fleet":
         cheap = ()
         wrap_with_fleet({name: parts[name] for name in wrapped}, config.preserve_rng_state)
@@ -165,6 +166,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
                 listed(cheap),
             )
         options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
+        wrapping = options if wrapped else model  # the parts alone have the options
         owners = dict(model.named_sublayers(include_self=True))
         for names in segments:
             segment = names[-1] if len(names) > 1 else ""
@@ -173,7 +175,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
                 wrap_part(owners, name, parts[name], options, mark)
     now = named_parts(model)[0]  # functions have become `RecomputedFunction`s
     watched = {name: now[name] for name in wrapped}
-    first_step = FirstStep(model, watched, is_ours=config.engine != "fleet")
+    first_step = FirstStep(model, watched, wrapping, is_ours=config.engine != "fleet")
     return RecomputeReport(wrapped, segments, left_out, cheap, found, first_step)
 
 
