@@ -289,25 +289,31 @@ class RecomputeConfig(Options):
         Raises:
             ConfigError: A setting does not name the same Layers here; the message names it.
         """
-        read = partial(getattr, args)
-        granularity, method = read("recompute_granularity", None), read("recompute_method", None)
-        count, modules = read("recompute_num_layers", None), read("recompute_modules", None)
+
+        def read(name: str) -> Any:
+            return getattr(args, name, None)
 
         def refuse(name: str, words: str) -> typing.NoReturn:
-            raise ConfigError(f"from_paddleformers: {name}={read(name, None)!r}: {words}")
+            raise ConfigError(f"from_paddleformers: {name}={read(name)!r}: {words}")
 
+        granularity, method = read("recompute_granularity"), read("recompute_method")
+        count, modules = read("recompute_num_layers"), read("recompute_modules")
+        left_out, stages = read("no_recompute_layers") or (), read("pipeline_model_parallel_size")
         if granularity is None:
             return cls(enable=False)
-        if read("recompute_mtp_granularity", None) is not None:
+        if read("recompute_mtp_granularity") is not None:
             refuse("recompute_mtp_granularity", "name the MTP layers in checkpoints instead")
-        if (read("pipeline_model_parallel_size", 1) or 1) > 1:
+        if stages is not None and stages > 1:
             refuse("pipeline_model_parallel_size", "it recomputes blocks of each stage; use 1")
         if granularity == "full":
             if modules:
-                refuse("recompute_modules", "with full it names parts to keep; set it to None")
+                refuse(
+                    "recompute_modules", "with full it names parts to keep, which is not supported"
+                )
             if method not in ("uniform", "block", "first_n"):
                 refuse("recompute_method", "with full it is uniform, block or first_n")
-            if count is None or (method == "uniform" and count != 1):
+            is_number = isinstance(count, int) and count >= (-1 if method == "block" else 0)
+            if not is_number or (method == "uniform" and count != 1):
                 refuse("recompute_num_layers", f"{method} takes a number, and uniform only 1")
             chosen = {"": "all" if method == "uniform" else count}
         elif granularity == "selective":
@@ -327,9 +333,8 @@ class RecomputeConfig(Options):
                 refuse("recompute_modules", f"{value!r} is not a number, a list or 'all'")
             if isinstance(value, int) and value >= 0 and method not in ("block", "first_n"):
                 refuse("recompute_method", f"{value} blocks need block or first_n")
-            left_out = read("no_recompute_layers", None) or ()
             if left_out and blocks == "*":
-                if read("num_hidden_layers", None) is None:
+                if read("num_hidden_layers") is None:
                     refuse("no_recompute_layers", "give the model's configuration instead of args")
                 blocks = range(args.num_hidden_layers)
             patterns += [

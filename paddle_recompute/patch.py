@@ -96,7 +96,8 @@ def patch_fleet() -> FleetPatch:
     The private copy of PaddleFormers (1.2, ``transformers.refined_recompute``) becomes ours if it
     has been imported; after a later import call `patch_fleet` again. Its ``no_recompute`` is then a
     plain call: what it would keep is recomputed. ``RefinedRecomputeFunction``, of the model
-    ``ernie4_5_moe_vl`` alone, is not reached: leave ``recompute_modules`` unset there.
+    ``ernie4_5_moe_vl`` alone, is not reached: leave ``recompute_modules`` unset there. Nor does
+    ``fleet.utils.is_in_recompute`` of Paddle's development branch know of our calls.
 
     A Layer that is wrapped by `apply_recompute` must not be recomputed by its model as well: that
     would be three forwards.

@@ -248,21 +248,22 @@ def _refuse(*given: Any) -> None:
 
 def _refuse_a_third_forward(settings: Any, model: paddle.nn.Layer) -> None:
     """Raise if the trainer or the model recomputes Layers of the model itself."""
-    found = []
-    config = getattr(model, "config", None)
-    # The configurations of PaddleNLP have a granularity, too, which does not switch it on.
-    of_formers = config if hasattr(config, "recompute_method") else None
-    for place, one in (("the training arguments", settings), ("model.config", of_formers)):
-        for name in ("recompute", "recompute_granularity"):
-            if getattr(one, name, None):
-                found.append(f"{name}={getattr(one, name)!r} of {place}")
-    layers = model.sublayers(include_self=True)
-    kinds = {type(one).__name__ for one in layers if getattr(one, "enable_recompute", False)}
-    found += [f"enable_recompute of {kind}" for kind in sorted(kinds)]
+    found = {
+        f"{name}={value!r} of the training arguments"
+        for name in ("recompute", "recompute_granularity")
+        if (value := getattr(settings, name, None))
+    }
+    for layer in model.sublayers(include_self=True):
+        config = getattr(layer, "config", None)
+        # The configurations of PaddleNLP have a granularity, too, which does not switch it on.
+        if hasattr(config, "recompute_method") and config.recompute_granularity:
+            found.add(f"recompute_granularity={config.recompute_granularity!r} of model.config")
+        if getattr(layer, "enable_recompute", False):
+            found.add(f"enable_recompute of {type(layer).__name__}")
     if found:
         raise ConfigError(
-            f"the trainer recomputes Layers already ({', '.join(found)}), and recompute= would add "
-            "a third forward. Remove recompute=, or switch theirs off; of PaddleFormers, "
+            f"the trainer recomputes Layers already ({', '.join(sorted(found))}), and recompute= "
+            "would add a third forward. Remove recompute=, or switch theirs off; of PaddleFormers, "
             "RecomputeConfig.from_paddleformers(args) reads it first, and recompute_granularity="
             "None in the arguments and in model.config switches it off"
         )

@@ -96,6 +96,7 @@ def test_the_same_layers(given: dict[str, Any], expected: list[str], kind: type)
         (FULL, "recompute_method=None: with full it is uniform, block or first_n"),
         ({**FULL, "method": "every", "num_layers": 1}, "recompute_method='every': with full"),
         ({**UNIFORM, "num_layers": 2}, "recompute_num_layers=2: uniform takes a number, and unif"),
+        ({**FULL, "method": "first_n", "num_layers": -1}, "recompute_num_layers=-1: first_n takes"),
         ({**FULL, "method": "block"}, "recompute_num_layers=None: block takes a number"),
         ({**UNIFORM, "modules": {"flash_attn": 2}}, "with full it names parts to keep"),
         ({**UNIFORM, "mtp_granularity": "full"}, "recompute_mtp_granularity='full'"),

@@ -166,11 +166,3 @@ def test_an_option_of_a_pipeline_that_is_not_known(version: str) -> None:
         else:
             with pytest.raises(ConfigError, match="tomorrow in ctx is an option of fleet's"):
                 fleet.recompute.recompute_hybrid(context, Block(), x)
-
-
-def test_the_options_of_this_paddle_are_all_known() -> None:
-    """Private: fleet pops its options from ``kwargs``, and reads those of a pipeline in ``ctx``."""
-    found = private.options_of(private.fleet_recompute, "kwargs.pop")
-    assert {"preserve_rng_state", "use_reentrant"} <= found <= entry._OF_FLEET
-    found = private.options_of(private.fleet_recompute_hybrid, "ctx.get")
-    assert found == {"mp_group", "offload", "partition"}
