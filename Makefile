@@ -262,6 +262,10 @@ bench-third_party: venv-nlp venv-formers
 	.venv-nlp/bin/python -m benchmarks.correctness.third_party --library paddlenlp $(ARGS)
 	.venv-formers/bin/python -m benchmarks.correctness.third_party --library paddleformers $(ARGS)
 
+# The models of PaddleFormers under its recompute settings: the same Layers, the same bits.
+bench-third_party_settings: venv-formers
+	.venv-formers/bin/python -m benchmarks.correctness.third_party_settings $(ARGS)
+
 # FairScale, torch's own and sentence-transformers beside fleet's and ours.
 bench-peers: venv venv-torch
 	.venv/bin/python -m benchmarks.speed.peers $(ARGS)
