@@ -15,6 +15,7 @@ from paddle_recompute.recompute.function import (
     recompute,
     run_recomputed,
 )
+from paddle_recompute.recompute.kept import keep
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
@@ -61,6 +62,7 @@ __all__ = [
     "innermost",
     "is_recomputing",
     "is_treated",
+    "keep",
     "layers_matching",
     "observed",
     "recompute",

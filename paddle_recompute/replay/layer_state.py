@@ -30,6 +30,7 @@ from paddle_recompute._paddle.layers import (
     own_parameters,
     set_own_parameters,
 )
+from paddle_recompute._paddle.writes import address_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
@@ -60,7 +61,7 @@ class _Buffer:
         """Drop the copy if it is large and the Layer's tensor (`now`) is unchanged."""
         copy = self._copy
         assert copy is not None
-        if math.prod(copy.shape) * copy.element_size() <= SMALL_BYTES:
+        if _num_bytes(copy) <= SMALL_BYTES:
             return
         if self.is_unchanged(now):
             self._copy = None
@@ -321,6 +322,59 @@ class LayerState:
             buffers.update(content)
 
 
+class BuffersAfter:
+    """What a part of a forward leaves in the buffers of the Layers that it calls."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[paddle.nn.Layer, dict[str, Any]]] = {}
+        self._after: list[tuple[dict[str, Any], str, Any]] = []
+
+    def begin(self, owner: object) -> None:
+        """The part, a method of `owner` maybe, begins; `end` must follow."""
+        if isinstance(owner, paddle.nn.Layer):
+            self._note(owner)
+        begin_reporting(self._before, self._note)
+
+    def _note(self, layer: paddle.nn.Layer) -> None:
+        before = {
+            name: (tensors[name], _writes.stamp(tensors[name]))
+            for tensors, names in non_trained_state(layer)
+            for name in names
+            if is_initialized(tensors[name])
+        }
+        self._before[id(layer)] = layer, before
+
+    def end(self) -> None:
+        """The part has ended. Large buffers are copied only if they have changed."""
+        end_reporting()
+        for layer, before in self._before.values():
+            for tensors, names in non_trained_state(layer):
+                for name in names:
+                    tensor, (was, stamp) = tensors[name], before.get(name, (None, None))
+                    if not (
+                        tensor is was
+                        and _num_bytes(tensor) > SMALL_BYTES
+                        and not _writes.is_written_since(tensor, stamp)
+                    ):
+                        self._after.append((tensors, name, _copy_if_any(tensor)))
+        self._before = {}
+
+    def parameters(self) -> set[int | None]:
+        """The addresses of the parameters of the Layers."""
+        layers = [layer for layer, _ in self._before.values()]
+        return {
+            address_of(one)
+            for layer in layers
+            for one in own_parameters(layer).values()
+            if one is not None
+        }
+
+    def write(self) -> None:
+        """In the second forward, behind the part that it does not run."""
+        for tensors, name, value in self._after:
+            tensors[name] = _copy_if_any(value)
+
+
 _flat = itertools.chain.from_iterable
 _parameters_of, _buffers_of = map(operator.itemgetter, ("_parameters", BUFFERS))
 
@@ -380,6 +434,14 @@ class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
 
     def items(self) -> Any:
         return [(name, self[name]) for name in self]
+
+
+def _num_bytes(tensor: paddle.Tensor) -> int:
+    return int(math.prod(tensor.shape) * tensor.element_size())
+
+
+def _copy_if_any(tensor: Any) -> Any:
+    return _copy(tensor) if is_initialized(tensor) else tensor
 
 
 def _copy(tensor: paddle.Tensor) -> paddle.Tensor:
