@@ -43,7 +43,7 @@ from paddle_recompute.recompute._hooks import (
 from paddle_recompute.recompute._offload import InputStorage, OnDevice
 from paddle_recompute.recompute._repetition import EndOfForward, KeptCall, Repetition
 from paddle_recompute.recompute.layer import WrappedLayer
-from paddle_recompute.replay import REPETITION_ADVICE, BuffersAfter, is_written_since, name_of
+from paddle_recompute.replay import REPETITION_ADVICE, StateAfter, is_written_since, name_of
 from paddle_recompute.replay import stamp as stamp_of
 
 
@@ -54,15 +54,16 @@ def keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     The second forward of the recomputed function does not run `function`: it takes the outputs of
     the first one. The backward of `function` uses what its operators saved in the first forward.
     Kept until then are the outputs and what the operators saved, without what lies in the memory of
-    an argument: a linear layer costs the bytes of its output. Random streams, and the buffers of
-    the Layers that `function` calls, go on as behind the first call. Anywhere else, and in the
-    second forward of `GradCache` and `OffloadSequential`, this is the plain call.
+    an argument: a linear layer costs the bytes of its output. Random streams, buffers of the Layers
+    that `function` calls, and tensors that it assigns to them, go on as behind the first call.
+    Anywhere else, and in the second forward of `GradCache` and `OffloadSequential`, this is the
+    plain call.
 
     In a Program the operators of `function` are not copied into the backward.
 
     Args:
-        function: A Layer or any callable. It hands on by its outputs, and buffers of Layers, what
-            the recomputed function reads afterwards: other changes are not made again.
+        function: A Layer or any callable. Other changes that it makes, to lists or numbers, are not
+            made again; the recomputed function must not read them.
         *args: Its arguments. Hand in large tensors here: one that `function` captures is kept.
         **kwargs: Its keyword arguments.
 
@@ -132,18 +133,18 @@ class _Part:
         given: The dtypes and shapes of the tensors among its arguments.
         ties: Of each of its tickets: which of these has the tensor in its memory, their looks.
         outputs: A `_Tied` or `_inputs.Input` for each tensor; None: they are not needed.
-        buffers: Of the Layers that it calls, as it leaves them.
+        state: Of the Layers that it calls, as it leaves them.
         has_returned: Whether its first forward did; if it raised, it runs again.
     """
 
-    __slots__ = ("buffers", "given", "has_returned", "name", "outputs", "ties")
+    __slots__ = ("given", "has_returned", "name", "outputs", "state", "ties")
 
     def __init__(self, function: Callable[..., Any], given: list[paddle.Tensor]) -> None:
         self.name = f"keep({name_of(function)})"
         self.given = [*map(_kind_of, given)]
         self.ties: list[tuple[int, Look, Look]] = []
         self.outputs: Any = None
-        self.buffers = BuffersAfter()
+        self.state = StateAfter()
         self.has_returned = False
 
 
@@ -155,7 +156,7 @@ def _first(
     stamps = [*map(stamp_of, given)]
     part = _Part(function, given)
     recorder = _Keeping(frames[0], given, part.ties)
-    part.buffers.begin(getattr(function, "__self__", None))
+    part.state.begin(getattr(function, "__self__", None))
     begin_recording(recorder)
     try:
         outputs = function(*args, **kwargs)
@@ -169,7 +170,7 @@ def _first(
         part.has_returned = True
     finally:
         end_recording()
-        part.buffers.end()
+        part.state.end()
         for frame in frames:
             frame.kept.append(
                 KeptCall(part, frame.call.streams_now(), len(frame.tickets), len(frames) == 1)
@@ -207,7 +208,7 @@ def _again(
         repetition.has_ended = True
         raise EndOfForward
     repetition.call.go_on_from(kept.streams)
-    part.buffers.write()
+    part.state.write()
 
     def fetch(leaf: Any) -> Any:
         if type(leaf) is not _Tied:
@@ -284,7 +285,7 @@ class _Keeping:
         once = _Once(storage)
         for reference in self._kept if not isinstance(storage, OnDevice) else ():
             if (kept := reference()) is not None:
-                kept.send(once, part.buffers.parameters())
+                kept.send(once, part.state.parameters())
         what = f"An output of {part.name}"
         return _inputs.keep(_nested.map_leaves(tied, outputs), once, None, what)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import (
     BATCH_NORMS,
     BUFFERS,
@@ -322,12 +323,14 @@ class LayerState:
             buffers.update(content)
 
 
-class BuffersAfter:
-    """What a part of a forward leaves in the buffers of the Layers that it calls."""
+class StateAfter:
+    """What a part of a forward leaves in the Layers that it calls: their buffers, and tensors that
+    it assigns to them.
+    """
 
     def __init__(self) -> None:
-        self._before: dict[int, tuple[paddle.nn.Layer, dict[str, Any]]] = {}
-        self._after: list[tuple[dict[str, Any], str, Any]] = []
+        self._before: dict[int, tuple[paddle.nn.Layer, dict[str, Any], dict[str, Any]]] = {}
+        self._after: list[tuple[dict[str, Any], dict[str, Any], str, Any]] = []
 
     def begin(self, owner: object) -> None:
         """The part, a method of `owner` maybe, begins; `end` must follow."""
@@ -336,43 +339,40 @@ class BuffersAfter:
         begin_reporting(self._before, self._note)
 
     def _note(self, layer: paddle.nn.Layer) -> None:
-        before = {
+        large = {
             name: (tensors[name], _writes.stamp(tensors[name]))
             for tensors, names in non_trained_state(layer)
             for name in names
-            if is_initialized(tensors[name])
+            if is_initialized(tensors[name]) and _num_bytes(tensors[name]) > SMALL_BYTES
         }
-        self._before[id(layer)] = layer, before
+        self._before[id(layer)] = layer, dict(vars(layer)), large
 
     def end(self) -> None:
         """The part has ended. Large buffers are copied only if they have changed."""
         end_reporting()
-        for layer, before in self._before.values():
-            for tensors, names in non_trained_state(layer):
+        for layer, before, large in self._before.values():
+            attributes = vars(layer)
+            for entries, names in (*non_trained_state(layer), (attributes, [*attributes])):
                 for name in names:
-                    tensor, (was, stamp) = tensors[name], before.get(name, (None, None))
-                    if not (
-                        tensor is was
-                        and _num_bytes(tensor) > SMALL_BYTES
-                        and not _writes.is_written_since(tensor, stamp)
-                    ):
-                        self._after.append((tensors, name, _copy_if_any(tensor)))
+                    value, (was, stamp) = entries[name], large.get(name, (before.get(name), None))
+                    if value is was and (stamp is None or not _writes.is_written_since(was, stamp)):
+                        continue
+                    if any(map(is_initialized, _nested.tensors_in(value))):
+                        copy = _nested.map_tensors(_copy, value)
+                        self._after.append((attributes, entries, name, copy))
         self._before = {}
-
-    def parameters(self) -> set[int | None]:
-        """The addresses of the parameters of the Layers."""
-        layers = [layer for layer, _ in self._before.values()]
-        return {
-            address_of(one)
-            for layer in layers
-            for one in own_parameters(layer).values()
-            if one is not None
-        }
 
     def write(self) -> None:
         """In the second forward, behind the part that it does not run."""
-        for tensors, name, value in self._after:
-            tensors[name] = _copy_if_any(value)
+        for attributes, entries, name, value in self._after:
+            attributes.pop(name, None)  # a None there hides a buffer
+            entries[name] = _nested.map_tensors(_copy, value)
+
+    def parameters(self) -> set[int | None]:
+        """The addresses of the parameters of the Layers."""
+        layers = [layer for layer, _, _ in self._before.values()]
+        values = _flat(own_parameters(layer).values() for layer in layers)
+        return {address_of(one) for one in values if one is not None}
 
 
 _flat = itertools.chain.from_iterable
@@ -438,10 +438,6 @@ class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
 
 def _num_bytes(tensor: paddle.Tensor) -> int:
     return int(math.prod(tensor.shape) * tensor.element_size())
-
-
-def _copy_if_any(tensor: Any) -> Any:
-    return _copy(tensor) if is_initialized(tensor) else tensor
 
 
 def _copy(tensor: paddle.Tensor) -> paddle.Tensor:
