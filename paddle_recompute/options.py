@@ -213,8 +213,10 @@ class RecomputeConfig(Options):
         memory_budget: With policy ``"budget"``: the most bytes on the device, all in all.
         every_n: The n of policy ``"every_n"``, in selected sublayers.
         segments: Their number; ``"auto"``: the square root of the number of selected sublayers.
-        offload: Where the inputs of recomputed parts wait for the backward; not with policy
-            ``"budget"``, whose plans keep them on the device.
+        keep: Glob patterns over the names of sublayers, methods and functions inside of recomputed
+            parts: the second forward does not run these, and what they save is kept.
+        offload: Where the inputs of recomputed parts, and what `keep` keeps, wait for the backward;
+            not with policy ``"budget"``, whose plans keep them on the device.
         offload_parameters: Where parameters, gradients and optimizer state of the selected
             sublayers are while others compute; ``"ranks"``: each part on one rank.
         num_shards: With `offload_parameters`: one of so many parts is on the device at a time.
@@ -236,10 +238,13 @@ class RecomputeConfig(Options):
             "offload",
             because="a plan keeps inputs on the device; policy: all does not",
         ),
-        *apart("engine=fleet", "policy=segments", "policy=budget", "offload"),
+        *apart(
+            "policy=budget", "keep", because="a plan recomputes whole calls; policy: all does not"
+        ),
+        *apart("engine=fleet", "policy=segments", "policy=budget", "offload", "keep"),
         *apart(
             "offload_parameters",
-            *("enable", "engine", "policy", "offload", "preserve_rng_state"),
+            *("enable", "engine", "policy", "offload", "keep", "preserve_rng_state"),
             because="every offloaded sublayer is recomputed, by the library and from its inputs on "
             "the device",
         ),
@@ -252,6 +257,7 @@ class RecomputeConfig(Options):
     memory_budget: int | None = field(default=None, metadata={"at_least": 1})
     every_n: int = field(default=2, metadata={"at_least": 1})
     segments: int | Literal["auto"] = field(default=AUTO, metadata={"at_least": 1})
+    keep: list[str] = field(default_factory=list)
     offload: Literal["none", "host", "disk"] = "none"
     offload_parameters: Literal["none", "host", "disk", "ranks"] = "none"
     num_shards: int = field(default=1, metadata={"at_least": 1})

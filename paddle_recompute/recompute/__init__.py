@@ -16,6 +16,7 @@ from paddle_recompute.recompute.function import (
     refuse_unknown_options,
     run_recomputed,
 )
+from paddle_recompute.recompute.kept import keep
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
@@ -62,6 +63,7 @@ __all__ = [
     "innermost",
     "is_recomputing",
     "is_treated",
+    "keep",
     "layers_matching",
     "observed",
     "recompute",
