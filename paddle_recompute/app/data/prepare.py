@@ -135,6 +135,7 @@ def prepare_data(
         # A rank with other texts than the main rank looks for another file.
         require_file(tokenizer_file)
     tokenizer = load_tokenizer(tokenizer_file)
+    account.notes += tokenizer.notes
     account.sources["tokenizer"] = Source(str(tokenizer_file), tokenizer.sha256)
     if compare is not None:
         compare(account.sources)
