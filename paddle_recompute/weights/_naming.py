@@ -180,8 +180,12 @@ def to_ours(arrays: Arrays, source: str, kind: str, *, first_position: int = 0) 
     parts = ("embeddings.", "pooler.", theirs.block.partition(".")[0] + ".")
     is_turned = naming == "huggingface" and not (family == "decoder" and _is_of_paddle(inner))
     block = re.compile(re.escape(theirs.block).replace(r"\{\}", r"(\d{1,4})") + "(.+)")
-    ours_of = {f"{there}.{one}": f"{o}.{one}" for o, there in theirs.beside.items() for one in _PARTS}
-    in_block = {f"{there}.{one}": f"{o}.{one}" for o, there in theirs.parts.items() for one in _PARTS}
+    ours_of = {
+        f"{there}.{one}": f"{o}.{one}" for o, there in theirs.beside.items() for one in _PARTS
+    }
+    in_block = {
+        f"{there}.{one}": f"{o}.{one}" for o, there in theirs.parts.items() for one in _PARTS
+    }
     unknown: list[str] = []
     renamed: Arrays = {}
     for name, array in inner.items():
@@ -213,7 +217,9 @@ def from_ours(arrays: Arrays, naming: Naming) -> tuple[Arrays, list[str]]:
     family = _family_of_ours(set(arrays))
     theirs = _FAMILIES[family].get(naming)
     if theirs is None:
-        raise CheckpointError(f"--to {naming}: no names for this encoder ({family}) are known there")
+        raise CheckpointError(
+            f"--to {naming}: no names for this encoder ({family}) are known there"
+        )
     names: dict[str, str] = {}
     for name in arrays:
         inside = _IN_A_BLOCK.fullmatch(name)

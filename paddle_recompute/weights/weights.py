@@ -37,7 +37,9 @@ from paddle_recompute.weights._reading import (
 _logger = logging.getLogger("paddle_recompute")
 
 
-def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
+def save_weights(
+    model: paddle.nn.Layer, path: str | Path, *, to: Naming = "paddle_recompute"
+) -> None:
     """Write parameters and persistable buffers of `model`, atomically, on this rank.
 
     A ``.safetensors`` file holds bfloat16 tensors as float32, without loss, because NumPy has no
@@ -46,13 +48,23 @@ def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     Args:
         model: Any Layer; wrapped sublayers and ``DataParallel`` do not change the names.
         path: Ends in ``.pdparams`` or ``.safetensors``. Its folder is created if necessary.
+        to: In whose names; of others than ours, the encoder alone is written, in float32.
 
     Raises:
-        CheckpointError: The suffix is not allowed, or the file cannot be written.
+        CheckpointError: The suffix is not allowed, or the file cannot be written, or the encoder
+            has no names there.
     """
     path = Path(path)
     check_suffix(path)
-    _write(model.state_dict(), path)
+    if to == "paddle_recompute":
+        _write(model.state_dict(), path)
+    else:
+        _write_renamed(from_ours(_for_safetensors(model.state_dict()), to)[0], path, to)
+
+
+def _write_renamed(arrays: Arrays, path: Path, to: Naming) -> None:
+    tensors = {name: paddle.to_tensor(np.ascontiguousarray(a)) for name, a in arrays.items()}
+    _write(tensors, path, "pt" if to == "huggingface" else None)  # transformers 4 asks for it
 
 
 def _write(state: dict[str, paddle.Tensor], path: Path, layout: str | None = None) -> None:
@@ -188,8 +200,7 @@ def convert_weights(
             f"{source}: is not a whole encoder; it lacks {listed(missing)} (names of this library)."
             " If it is one of several files, give their folder"
         )
-    tensors = {name: paddle.to_tensor(np.ascontiguousarray(a)) for name, a in renamed.items()}
-    _write(tensors, target, "pt" if to == "huggingface" else None)  # transformers 4 asks for it
+    _write_renamed(renamed, target, to)
     return len(renamed), unused
 
 

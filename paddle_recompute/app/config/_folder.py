@@ -95,8 +95,18 @@ _NOT_SAID_OF: dict[str, dict[str, Any]] = {
     "mpnet": {"type_vocab_size": 0, "pad_token_id": 1},
     "roberta": {"pad_token_id": 1},
     "xlm-roberta": {"pad_token_id": 1},
-    "qwen2": {"activation": "silu", "layer_norm_epsilon": 1e-6, "type_vocab_size": 0, "hidden_dropout": 0.0},
-    "qwen3": {"activation": "silu", "layer_norm_epsilon": 1e-6, "type_vocab_size": 0, "hidden_dropout": 0.0},
+    "qwen2": {
+        "activation": "silu",
+        "layer_norm_epsilon": 1e-6,
+        "type_vocab_size": 0,
+        "hidden_dropout": 0.0,
+    },
+    "qwen3": {
+        "activation": "silu",
+        "layer_norm_epsilon": 1e-6,
+        "type_vocab_size": 0,
+        "hidden_dropout": 0.0,
+    },
 }
 # Values with which the layers here compute the same; every other one is refused.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -178,6 +188,8 @@ def model_folder(path: Path) -> ModelFolder | None:
     Raises:
         ConfigError: A file of it cannot be read, or it needs something that is not supported.
     """
+    if not path.exists():
+        return None
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and (found := newest_checkpoint(path)) is not None:
         folder = found
@@ -186,7 +198,9 @@ def model_folder(path: Path) -> ModelFolder | None:
         if not isinstance(told, dict) or not isinstance(told.get("model"), dict):
             raise ConfigError(f"{folder / 'state.json'}: is damaged (it has no configuration)")
         unused = ("init_from", "preset")
-        settings = {n: one for n, one in told["model"].items() if one is not None and n not in unused}
+        settings = {
+            n: one for n, one in told["model"].items() if one is not None and n not in unused
+        }
         weights = folder / "model.safetensors"
         return ModelFolder(weights, folder / "state.json", settings, checkpoint=folder)
     modules = _modules(folder)
@@ -275,7 +289,11 @@ def _settings(tree: dict[str, Any], file: Path) -> dict[str, Any]:
     if any(one != "full_attention" for one in tree.get("layer_types") or ()):
         faults.append("layer_types has other layers than full_attention")
     settings |= {o: tree[t] for o, t in theirs.items() if tree.get(t) is not None}
-    if kind in ("roberta", "xlm-roberta") and settings["pad_token_id"] == 0 and "cls_token_id" in tree:
+    if (
+        kind in ("roberta", "xlm-roberta")
+        and settings["pad_token_id"] == 0
+        and "cls_token_id" in tree
+    ):
         # PaddleNLP's RoBERTa of BERT's vocabulary counts positions from 0.
         settings["name"] = "bert"
     elif settings["pad_token_id"] + 1 != (ARCHITECTURES[kind].first_position or 1) and not (
@@ -343,7 +361,8 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     kinds = [kind for _, kind in found]
     dense = kinds.count("Dense")
     if kinds not in (
-        ["Transformer", "Pooling", *["Dense"] * dense, *normalize] for normalize in ([], ["Normalize"])
+        ["Transformer", "Pooling", *["Dense"] * dense, *normalize]
+        for normalize in ([], ["Normalize"])
     ):
         raise ConfigError(
             f"{file}: has the modules {', '.join(kinds)}; allowed are Transformer, Pooling, Dense, "
@@ -414,7 +433,9 @@ def _add_dense(found: ModelFolder, folder: Path, told: dict[str, Any]) -> list[s
         found.dense["pooler.dense"] = folder
         return []
     if activation not in ("Identity", "Tanh") or "projection" in found.dense:
-        return [f"{folder.name}: a Dense with {activation or 'no activation'} after {found.dense or 'the pooling'}"]
+        return [
+            f"{folder.name}: a Dense with {activation or 'no activation'} after {found.dense or 'the pooling'}"
+        ]
     settings["projection_size"] = sizes[1]
     if activation == "Tanh":
         settings["projection_activation"] = "tanh"

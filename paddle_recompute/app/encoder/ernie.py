@@ -26,6 +26,7 @@ from paddle_recompute.app.encoder.own import build_own
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.weights import init_weights, read_arrays
 
+
 def build_model(config: ModelConfig, vocab_size: int) -> paddle.nn.Layer:
     """Build the encoder that `config` describes, with random weights or those of `init_from`.
 
