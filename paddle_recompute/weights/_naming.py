@@ -290,7 +290,7 @@ def _refuse_roberta(inner: Arrays, arrays: Arrays, source: str, kind: str) -> No
         raise CheckpointError(
             f"{source}: holds a RoBERTa, which counts positions from 2 (its pad id plus 1): "
             f"{'; '.join(told)}. The encoder here counts from 0, so every position would get the "
-            "embedding of another one. Name the folder of the weights with its config.json"
+            "embedding of another one. model.init_from takes the folder with its config.json"
         )
 
 

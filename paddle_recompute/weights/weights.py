@@ -131,7 +131,7 @@ def init_weights(
     if found.unknown:
         raise CheckpointError(
             f"{path}: holds tensors of an encoder that the encoder here does not have: "
-            f"{listed(found.unknown)}. Name the folder of the weights with its config.json"
+            f"{listed(found.unknown)}. model.init_from takes the folder with its config.json"
         )
     if found.of_heads:
         _logger.info("%s: %s are left out; they are of a head", path, listed(found.of_heads))

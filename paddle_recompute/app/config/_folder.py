@@ -137,7 +137,7 @@ class ModelFolder:
         assumed: The same, of which the folder says nothing and a configuration may choose another.
         checkpoint: The folder of the checkpoint, if it is one of ours.
         dense: Layers beside the encoder: the name of ours, and the folder with its weights.
-        max_tokens: Where texts are cut; None: not said.
+        limits: Where queries and documents are cut, in tokens; None: not said.
         vocabulary: The digest of the vocabulary that the weights were trained with; "": not said.
     """
 
@@ -147,7 +147,7 @@ class ModelFolder:
     assumed: dict[str, Any] = field(default_factory=dict)
     checkpoint: Path | None = None
     dense: dict[str, Path] = field(default_factory=dict)
-    max_tokens: int | None = None
+    limits: tuple[int, int] | None = None
     vocabulary: str = ""
 
     def completed(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -163,8 +163,8 @@ class ModelFolder:
         ]
         if faults:
             raise ConfigError(
-                f"model.init_from: {'; '.join(faults)}. The weights belong to what the folder says: "
-                "remove the settings from the configuration"
+                f"model.init_from: {'; '.join(faults)}. The weights belong to that; "
+                "remove the setting from the configuration"
             )
         return {**self.assumed, **self.settings, **given}
 
@@ -213,11 +213,17 @@ def model_folder(path: Path) -> ModelFolder | None:
     tree = _tree(file)
     weights = path if path.is_file() else inner
     if isinstance(own := tree.get(OWN_KEY), dict):
-        vocabulary = str(own.get("vocabulary", ""))
-        limit = own.get("max_tokens")
-        return ModelFolder(
-            weights, file, dict(own.get("model") or {}), max_tokens=limit, vocabulary=vocabulary
-        )
+        files = [file for kind in ("safetensors", "pdparams") for file in inner.glob(f"*.{kind}")]
+        weights = path if path.is_file() or not files else files[0]
+        try:
+            query, document = own["limits"]
+            return ModelFolder(
+                *(weights, file, dict(own["model"])),
+                limits=(int(query), int(document)),
+                vocabulary=str(own["vocabulary"]),
+            )
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"{file}: is damaged ({error!r:.200})") from error
     found = ModelFolder(weights, file, _settings(tree, file))
     _add_modules(found, folder, modules)
     return found
@@ -382,7 +388,7 @@ def _add_modules(found: ModelFolder, folder: Path, modules: list[tuple[str, str]
     longest = settings.get("max_position_embeddings", 512)
     longest -= ARCHITECTURES[settings["name"]].first_position
     said = next((int(one) for one in limits if isinstance(one, int | float)), longest)
-    found.max_tokens = min(said, longest)
+    found.limits = (min(said, longest), min(said, longest))
     if of_texts.get("do_lower_case"):
         faults.append("sentence_bert_config.json: do_lower_case is true")
     if not modules and not faults:
@@ -433,9 +439,7 @@ def _add_dense(found: ModelFolder, folder: Path, told: dict[str, Any]) -> list[s
         found.dense["pooler.dense"] = folder
         return []
     if activation not in ("Identity", "Tanh") or "projection" in found.dense:
-        return [
-            f"{folder.name}: a Dense with {activation or 'no activation'} after {found.dense or 'the pooling'}"
-        ]
+        return [f"{folder.name}: a Dense with the activation {activation}, or a second one"]
     settings["projection_size"] = sizes[1]
     if activation == "Tanh":
         settings["projection_activation"] = "tanh"

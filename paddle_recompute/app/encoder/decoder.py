@@ -15,7 +15,6 @@ from paddle.nn.functional import softmax
 
 from paddle_recompute.app.config import ModelConfig
 
-
 # Added to the score of a token that another one must not see. It is finite, because a softmax over
 # -inf alone is NaN; it is within float16, where a cast must not make it -inf; and exp(-1e4) is 0 in
 # every float type. BERT and ERNIE use the same number.

@@ -1,9 +1,9 @@
 """Text encoders: embeddings, Transformer blocks, one vector per text.
 
-BERT, RoBERTa, XLM-RoBERTa, DistilBERT, MPNet and ERNIE are one Layer; they differ in a small table,
-``ARCHITECTURES`` of the configuration. Their blocks are Paddle's own ``TransformerEncoderLayer`` in a
-``TransformerEncoder``, so their names are ``encoder.layers.N``, as in other Paddle models. Qwen2 and
-Qwen3 have other blocks there (`decoder`).
+BERT, RoBERTa, XLM-RoBERTa, DistilBERT, MPNet and ERNIE are one Layer; they differ in a small
+table, ``ARCHITECTURES`` of the configuration. Their blocks are Paddle's ``TransformerEncoderLayer``
+in a ``TransformerEncoder``, so their names are ``encoder.layers.N``, as in other Paddle models.
+Qwen2 and Qwen3 have other blocks there (`decoder`).
 
 References:
     Devlin et al., "BERT", arXiv:1810.04805, for the architecture and the initial weights; Sun et

@@ -166,11 +166,11 @@ def _pretrained(folder: Path) -> TrainedEncoder:
     found = model_folder(folder)
     file = tokenizer_beside(folder)
     if found is None or file is None:
-        lacks = "a config.json" if found is None else "a tokenizer.json or vocab.txt"
+        lacks = "config.json" if found is None else "tokenizer.json or vocab.txt"
         raise CheckpointError(
-            f"{folder}: contains no trained model, because it has no checkpoint and not {lacks}; "
-            "name the train.output_dir of a run of `paddle-recompute train`, or a folder of Hugging "
-            "Face, sentence-transformers or PaddleNLP"
+            f"{folder}: contains no trained model; it has no checkpoint and no {lacks}. "
+            "Name the train.output_dir of a run of `paddle-recompute train`, or a folder of "
+            "Hugging Face, sentence-transformers or PaddleNLP"
         )
     try:
         config = ModelConfig.model_validate({"init_from": folder})
@@ -184,7 +184,7 @@ def _pretrained(folder: Path) -> TrainedEncoder:
         )
     model = build_model(config, tokenizer.vocab_size)
     model.eval()
-    longest = min(found.max_tokens or config.max_tokens, config.max_tokens)
+    query, document = found.limits or (config.max_tokens, config.max_tokens)
     files = [one for one in sorted(folder.rglob("*")) if one.suffix in _OF_A_MODEL]
     return TrainedEncoder(
         model=model,
@@ -192,8 +192,8 @@ def _pretrained(folder: Path) -> TrainedEncoder:
         folder=folder,
         step=0,
         fingerprint=_checksum(config.prompts, *files),
-        max_query_tokens=longest,
-        max_positive_tokens=longest,
+        max_query_tokens=query,
+        max_positive_tokens=document,
         config=config.model_copy(update={"init_from": None}),
     )
 

@@ -86,8 +86,8 @@ def without_gain(config: Config, record: dict[str, Any]) -> list[str]:
     before = record["untrained_mrr"]
     if before is not None and record["mrr"] < before:
         notes.append(
-            "The trained model finds less than the untrained one. Train longer, with more pairs, "
-            "or with a lower train.learning_rate"
+            "The trained model finds less than the model before training. Train longer, with more "
+            "pairs, or with a lower train.learning_rate"
         )
     return notes
 

@@ -269,7 +269,7 @@ class Trainer:
             return resumed.state.untrained
         if not self.config.train.eval_before:
             return {}
-        self._events.say("Evaluating the untrained model", bold=True)
+        self._events.say("Evaluating the model before training", bold=True)
         return evaluate("untrained")
 
     def _begin(
