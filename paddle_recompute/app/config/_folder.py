@@ -117,6 +117,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "relative_attention_num_buckets": (32, None),
     "use_sliding_window": (False, None),
     "rope_scaling": (None,),
+    "rope_type": ("default",),
     "mlp_bias": (False, None),
     "emb_size": (None,),
     "quantization_config": (None,),
@@ -224,9 +225,10 @@ def model_folder(path: Path) -> ModelFolder | None:
             )
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"{file}: is damaged ({error!r:.200})") from error
-    found = ModelFolder(weights, file, _settings(tree, file))
-    _add_modules(found, folder, modules)
-    return found
+    described = ModelFolder(weights, file, {})
+    _settings(tree, file, described)
+    _add_modules(described, folder, modules)
+    return described
 
 
 def newest_checkpoint(path: Path) -> Path | None:
@@ -269,8 +271,8 @@ def _collect(processor: Any, added: dict[str, int], around: set[int]) -> None:
     around |= {processor[end][1] for end in ("cls", "sep") if end in processor}
 
 
-def _settings(tree: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The section ``model`` of a ``config.json``."""
+def _settings(tree: dict[str, Any], file: Path, found: ModelFolder) -> None:
+    """Put what a ``config.json`` says of the section ``model`` into `found`."""
     inner = tree.get("init_args")  # model_config.json of PaddleNLP 2
     if isinstance(inner, list | tuple) and inner and isinstance(inner[0], dict):
         tree = {**inner[0], **tree}
@@ -281,43 +283,36 @@ def _settings(tree: dict[str, Any], file: Path) -> dict[str, Any]:
             f"{', '.join(ARCHITECTURES)}. For another one, wrap its Layer (model.name: "
             "package.module:Class)"
         )
+    of_kind = ARCHITECTURES[kind]
+    rope = tree.get("rope_parameters") or {}
+    tree = {**rope, **tree}
     faults = [
         f"{name} is {tree[name]!r}"
         for name, same in _ONLY.items()
-        if name in tree and tree[name] not in same
+        if tree.get(name, same[0]) not in same
     ]
-    theirs = names_there(kind)
-    settings = {**_NOT_SAID, **_NOT_SAID_OF.get(kind, {}), "name": kind}
-    rope = tree.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        faults.append(f"rope_parameters are {rope}")
-    tree = {**rope, **tree}
+    settings = {o: tree[t] for o, t in names_there(kind).items() if tree.get(t) is not None}
+    settings["name"] = kind
+    not_said = {**_NOT_SAID, **_NOT_SAID_OF.get(kind, {})}
+    pad = settings.get("pad_token_id", not_said["pad_token_id"])
     if any(one != "full_attention" for one in tree.get("layer_types") or ()):
         faults.append("layer_types has other layers than full_attention")
-    settings |= {o: tree[t] for o, t in theirs.items() if tree.get(t) is not None}
-    if (
-        kind in ("roberta", "xlm-roberta")
-        and settings["pad_token_id"] == 0
-        and "cls_token_id" in tree
-    ):
-        # PaddleNLP's RoBERTa of BERT's vocabulary counts positions from 0.
-        settings["name"] = "bert"
-    elif settings["pad_token_id"] + 1 != (ARCHITECTURES[kind].first_position or 1) and not (
-        ARCHITECTURES[kind].is_decoder or ARCHITECTURES[kind].first_position == 0
-    ):
-        faults.append(f"pad_token_id is {settings['pad_token_id']}, from which positions count")
-    if ARCHITECTURES[kind].is_decoder:
+    if kind in ("roberta", "xlm-roberta") and pad == 0 and "cls_token_id" in tree:
+        settings["name"] = "bert"  # PaddleNLP's RoBERTa of BERT's vocabulary counts from 0
+    elif of_kind.first_position and pad != of_kind.first_position - 1:
+        faults.append(f"pad_token_id is {pad}, from which positions count")
+    if of_kind.is_decoder:
         settings["pad_token_id"] = _padding_beside(file)
-        settings.setdefault("num_key_value_heads", settings.get("num_heads"))
-        settings.setdefault("rope_theta", 10_000.0)
-        settings["rope_theta"] = float(settings["rope_theta"])
-        if "hidden_size" in settings and "num_heads" in settings:
-            settings.setdefault("head_dim", settings["hidden_size"] // settings["num_heads"])
-    if settings["activation"] not in ("gelu", "relu", "silu"):
-        faults.append(f"its activation is {settings['activation']}")
+        heads = settings.get("num_heads", 1)
+        not_said["num_key_value_heads"] = heads
+        not_said["head_dim"] = settings.get("hidden_size", 1) // heads
+        settings["rope_theta"] = float(settings.get("rope_theta", 10_000.0))
+    activation = settings.get("activation", not_said["activation"])
+    if activation not in ("gelu", "relu", "silu"):
+        faults.append(f"its activation is {activation}")
     if faults:
         raise ConfigError(f"{file}: {'; '.join(faults)}; the encoder here does not compute that")
-    return settings
+    found.settings, found.assumed = settings, not_said
 
 
 def names_there(kind: str) -> dict[str, str]:

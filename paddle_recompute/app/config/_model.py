@@ -62,6 +62,8 @@ def _settings_are_of_the_architecture(v: Values) -> Broken:
         yield "num_key_value_heads", f"must divide num_heads = {v['num_heads']}"
     if (v["activation"] == "silu") != is_decoder:
         yield "activation", "silu is that of the decoders, which have no other"
+    if (first := ARCHITECTURES[name].first_position) and v["pad_token_id"] != first - 1:
+        yield "pad_token_id", f"must be {first - 1}: {name} counts positions from behind it"
     if v["type_vocab_size"] and is_decoder:
         yield "type_vocab_size", f"must be 0: {name} has no sentence types"
     if v["pooling"] == "cls" and (is_decoder or name in ("mpnet", "distilbert")):

@@ -14,8 +14,8 @@ from pydantic import BeforeValidator, Field
 from paddle_recompute.app.config import library
 from paddle_recompute.app.config._contrastive import ContrastiveConfig
 from paddle_recompute.app.config._data import DataConfig
-from paddle_recompute.app.config._folder import tokenizer_beside
-from paddle_recompute.app.config._model import ARCHITECTURES, ModelConfig
+from paddle_recompute.app.config._folder import ARCHITECTURES, tokenizer_beside
+from paddle_recompute.app.config._model import ModelConfig
 from paddle_recompute.app.config._section import (
     Broken,
     Holds,

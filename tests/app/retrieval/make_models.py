@@ -1,7 +1,7 @@
 """What `test_pretrained` runs where PyTorch is: small random models of each architecture.
 
-``make_models.py FOLDER`` writes a folder of sentence-transformers for each of `CASES` and prints, as
-JSON, its vectors of the texts on standard input, and how they are with padding on the left.
+``make FOLDER`` writes a folder of sentence-transformers for each of `CASES` and prints, as JSON,
+its vectors of the texts on standard input; ``encode FOLDER`` prints those of the folders in it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,6 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
-
-import tokenizers
-import torch
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer import modules
-from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
@@ -49,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "config": {**SIZES, "model_type": "xlm-roberta", "type_vocab_size": 1, "pad_token_id": 1},
     },
     "mpnet": {
-        "words": "roberta", "pooling": "mean",
+        "words": "roberta", "pooling": "mean", "longest": 300,
         "config": {**SIZES, "model_type": "mpnet", "max_position_embeddings": 302},
     },
     "distilbert": {"words": "bert", "config": DISTIL, "pooling": "mean"},
@@ -63,8 +56,12 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def words(kind: str, texts: list[str]) -> PreTrainedTokenizerFast:
+def words(kind: str, texts: list[str]) -> Any:
     """A tokenizer of the kind that the architecture has."""
+    import tokenizers
+    from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
     trained: dict[str, Any] = {"show_progress": False, "vocab_size": 330}
     if kind == "bert":
         names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
@@ -110,7 +107,12 @@ def words(kind: str, texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make(folder: Path, case: dict[str, Any], texts: list[str]) -> dict[str, Any]:
-    """Write the model; its vectors of queries and documents, and of ids with padding before."""
+    """Write the model; returns its vectors of queries and documents."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+    from transformers import AutoConfig, AutoModel
+
     torch.manual_seed(0)
     tokenizer = words(case["words"], texts)
     kind = dict(case["config"])
@@ -123,7 +125,7 @@ def make(folder: Path, case: dict[str, Any], texts: list[str]) -> dict[str, Any]
     inner = folder / "transformer"
     shard = {"max_shard_size": "20KB"} if case.get("shards") else {}
     model.to(getattr(torch, case.get("dtype", "float32"))).save_pretrained(inner, **shard)
-    tokenizer.model_max_length = 24
+    tokenizer.model_max_length = case.get("longest", 24)
     tokenizer.save_pretrained(inner)
     parts = [modules.Transformer(str(inner)), modules.Pooling(32, case["pooling"])]
     width = 32
@@ -139,15 +141,26 @@ def make(folder: Path, case: dict[str, Any], texts: list[str]) -> dict[str, Any]
         model.save_pretrained(folder, **shard)
     whole = SentenceTransformer(str(folder), device="cpu").float()
     given = {"batch_size": len(texts), "normalize_embeddings": True}
-    found = {
+    return {
         "query": whole.encode_query(texts, **given).tolist(),
         "document": whole.encode_document(texts, **given).tolist(),
+        "max": whole.max_seq_length,
     }
-    rows = whole.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-    return {**found, "ids": rows["input_ids"].tolist(), "max": whole.max_seq_length}
+
+
+def encode(folder: Path, texts: list[str]) -> Any:
+    """Its vectors of documents."""
+    from sentence_transformers import SentenceTransformer
+
+    whole = SentenceTransformer(str(folder), device="cpu")
+    return whole.encode_document(texts, batch_size=len(texts)).tolist()
 
 
 if __name__ == "__main__":
     texts = json.load(sys.stdin)
-    root = Path(sys.argv[1])
-    json.dump({name: make(root / name, case, texts) for name, case in CASES.items()}, sys.stdout)
+    root = Path(sys.argv[2])
+    if sys.argv[1] == "make":
+        found = {name: make(root / name, case, texts) for name, case in CASES.items()}
+    else:
+        found = {name: encode(root / name, texts) for name in CASES}
+    json.dump(found, sys.stdout)
