@@ -21,7 +21,14 @@ import paddle
 from paddle_recompute._paddle.cpu_settings import use_cpu_settings_and_say_so
 from paddle_recompute._run_folder import BEST, METRICS, PLAN, REPORT, begin_anew
 from paddle_recompute.app.config import Config, schedule_of
-from paddle_recompute.app.data import PairLoader, PreparedData, Source, build_loader, prepare_data
+from paddle_recompute.app.data import (
+    PairLoader,
+    PreparedData,
+    Source,
+    build_loader,
+    check_vocabulary,
+    prepare_data,
+)
 from paddle_recompute.app.report import require_bokeh, retrieval_table, write_report
 from paddle_recompute.app.trainer.boards import boards
 from paddle_recompute.app.trainer.budget_plan import PlannedSteps, earlier_plan, make_budget_plan
@@ -32,7 +39,7 @@ from paddle_recompute.app.trainer.checkpoints import (
     write_record,
 )
 from paddle_recompute.app.trainer.chunk_search import MemoryProbe
-from paddle_recompute.app.trainer.divergence import check_vocabulary, check_weights, without_gain
+from paddle_recompute.app.trainer.divergence import check_weights, without_gain
 from paddle_recompute.app.trainer.evaluation import Evaluation
 from paddle_recompute.app.trainer.events import Events, data_figures, environment
 from paddle_recompute.app.trainer.loop import Best, Callback, Run, batches_of, train
@@ -262,7 +269,7 @@ class Trainer:
             return resumed.state.untrained
         if not self.config.train.eval_before:
             return {}
-        self._events.say("Evaluating the untrained model", bold=True)
+        self._events.say("Evaluating the model before training", bold=True)
         return evaluate("untrained")
 
     def _begin(
