@@ -21,7 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paddle_recompute.app.data.pairs import BadLine, json_object, parsed, read_pairs, text_of
+from paddle_recompute.app.data.lines import BadLine, json_object, parsed, text_of, titled_text
+from paddle_recompute.app.data.pairs import read_pairs
 from paddle_recompute.errors import DataError
 
 _HEADER = ["query-id", "corpus-id", "score"]
@@ -72,6 +73,8 @@ def read_judged(path: str | Path, *, split: str = "test", strict: bool = False) 
 
 
 def _from_pairs(path: Path) -> JudgedQueries:
+    if ".txt" in path.suffixes[-2:]:
+        raise DataError(f"{path}: has one text per line, and no answers; name a file of pairs")
     pairs = read_pairs(path).pairs
     texts = [pair.positive for pair in pairs]
     texts += [text for pair in pairs for text in pair.negatives]
@@ -83,7 +86,7 @@ def _from_pairs(path: Path) -> JudgedQueries:
 
 
 def _from_folder(folder: Path, split: str, strict: bool) -> JudgedQueries:
-    pool = _read_texts(_file(folder, "corpus.jsonl"), _document)
+    pool = _read_texts(_file(folder, "corpus.jsonl"), titled_text)
     queries = _read_texts(_file(folder, "queries.jsonl"), lambda found: text_of(found, "text"))
     rows = {name: row for row, name in enumerate(pool)}
     found: dict[str, dict[int, int]] = {}
@@ -98,7 +101,7 @@ def _from_folder(folder: Path, split: str, strict: bool) -> JudgedQueries:
         columns = [column.strip() for column in line.rstrip("\r\n").split("\t")]
         if columns == [""] or (number == 1 and columns == _HEADER):
             return
-        if len(trec := line.split()) == 1 + len(_HEADER):
+        if len(columns) != len(_HEADER) and len(trec := line.split()) == 1 + len(_HEADER):
             columns = [trec[0], *trec[2:]]
         if len(columns) != len(_HEADER):
             raise BadLine(
@@ -112,10 +115,10 @@ def _from_folder(folder: Path, split: str, strict: bool) -> JudgedQueries:
         if query not in queries:
             count("of unknown queries are left out", f"there is no query with the id {query!r}")
             return
-        if document not in rows:
+        row = rows.setdefault(document, -2 - len(rows))
+        if row < 0:
             fault = f"there is no document with the id {document!r}"
             count("of unknown documents are answers that are never found", fault)
-        row = rows.setdefault(document, -2 - len(rows))
         judged = found.setdefault(query, {})
         if row in judged:
             fault = f"query {query!r} and document {document!r} are judged twice"
@@ -163,14 +166,6 @@ def _read_texts(path: Path, text: Callable[[dict[str, object]], str]) -> dict[st
     if not texts:
         raise DataError(f"{path}: contains no text")
     return texts
-
-
-def _document(found: dict[str, object]) -> str:
-    """Title and text. One of them, or both, may be empty, as in some collections of BEIR."""
-    if "text" not in found:
-        raise BadLine("no text")
-    given = {key: "" if found.get(key) is None else found[key] for key in ("title", "text")}
-    return " ".join(text_of(given, key) for key in given if str(given[key]).strip())
 
 
 def _file(folder: Path, *names: str) -> Path:

@@ -121,6 +121,10 @@ def test_odd_judgements_are_refused_if_asked(text: str, message: str, tmp_path: 
 @pytest.mark.parametrize("suffix", ["tsv", "txt", "qrels", "txt.gz"])
 def test_judgements_of_trec(suffix: str, tmp_path: Path) -> None:
     written(tmp_path)
+    (tmp_path / "queries.jsonl").write_text(FILES["queries.jsonl"].replace("q3", "q 3"))
+    (tmp_path / "qrels" / "spaces.tsv").write_text("q 3\td1\t1\n")
+    assert read_judged(tmp_path, split="spaces").queries == ["birds"]
+    written(tmp_path)
     lines = b"q2 0 d2 1\r\nq1\tQ0\td2\t2\n\nq1  0  d1 1\nq3 0 d1 -1\n"
     packed = gzip.compress(lines) if suffix.endswith("gz") else lines
     (tmp_path / "qrels" / f"trec.{suffix}").write_bytes(packed)
@@ -131,5 +135,8 @@ def test_judgements_of_trec(suffix: str, tmp_path: Path) -> None:
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"corpus.jsonl: there is no such file; a folder to eval"):
         read_judged(tmp_path)
+    (tmp_path / "texts.txt").write_text("a\nb\n")
+    with pytest.raises(DataError, match=r"texts\.txt: has one text per line, and no answers"):
+        read_judged(tmp_path / "texts.txt")
     with pytest.raises(DataError, match="there is no such file"):
         read_judged(tmp_path / "pairs.tsv")
