@@ -25,7 +25,7 @@ from paddle_recompute.replay.places import FLAG
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"}
 _DYNAMIC = {"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"}
-_LIBRARIES = {"paddle", "numpy"}
+_LIBRARIES = {"paddle", "numpy", "_pytest"}  # an assert that pytest has rewritten refers to pytest
 OURS = "paddle_recompute"
 _OUR_WRAPPERS = "paddle_recompute._paddle"
 _DRAWING = {
@@ -345,8 +345,8 @@ def is_deterministic(module: object) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_library(module_name: object) -> bool:
-    """Whether the module belongs to Paddle or NumPy, or wraps Paddle: it holds no Layer of a
-    user.
+    """Whether the module belongs to Paddle, NumPy or pytest, or wraps Paddle: it holds no Layer of
+    a user.
     """
     return isinstance(module_name, str) and (
         module_name.partition(".")[0] in _LIBRARIES or module_name.startswith(_OUR_WRAPPERS)
