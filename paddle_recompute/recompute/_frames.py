@@ -71,7 +71,8 @@ class FrameTicket(Kept):
             try:
                 frame.recompute(is_last)
             finally:
-                if frame.is_released:  # it failed: Paddle never frees the argument of such a hook
+                # The second run failed: Paddle never frees the argument of such a hook.
+                if frame.is_released and not frame._failed:
                     self.frame = _RELEASED
         value = self.take(is_last or not frame.is_released, itself)
         if is_last and not frame.is_released:
