@@ -314,7 +314,8 @@ class RecomputeConfig(Options):
         if granularity == "full":
             if modules:
                 refuse(
-                    "recompute_modules", "with full it names parts to keep, which is not supported"
+                    "recompute_modules",
+                    "with full it names operators; name the Layers around them in keep",
                 )
             if method not in ("uniform", "block", "first_n"):
                 refuse("recompute_method", "with full it is uniform, block or first_n")

@@ -29,6 +29,7 @@ from paddle_recompute.recompute import (
     RecomputeOptions,
     SomeOnHost,
     is_recomputing,
+    keep,
     refuse_unknown_options,
     run_recomputed,
 )
@@ -94,10 +95,10 @@ def patch_fleet() -> FleetPatch:
     stays fleet's.
 
     The private copy of PaddleFormers (1.2, ``transformers.refined_recompute``) becomes ours if it
-    has been imported; after a later import call `patch_fleet` again. Its ``no_recompute`` is then a
-    plain call: what it would keep is recomputed. ``RefinedRecomputeFunction``, of the model
-    ``ernie4_5_moe_vl`` alone, is not reached: leave ``recompute_modules`` unset there. Nor does
-    ``fleet.utils.is_in_recompute`` of Paddle's development branch know of our calls.
+    has been imported; after a later import call `patch_fleet` again. Its ``no_recompute`` becomes
+    `keep`. ``RefinedRecomputeFunction``, of the model ``ernie4_5_moe_vl`` alone, is not reached:
+    leave ``recompute_modules`` unset there. Nor does ``fleet.utils.is_in_recompute`` of Paddle's
+    development branch know of our calls.
 
     A Layer that is wrapped by `apply_recompute` must not be recomputed by its model as well: that
     would be three forwards.
@@ -143,9 +144,11 @@ def _leave() -> None:
 
 def _pairs() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
     """Fleet's functions and copies of them, and ours for each; `recompute` for fleet's is last."""
+    copies = private_copies()
     return [
         (FORWARDS_TO_FLEET, recompute),
-        *((copy, recompute) for copy in private_copies() if copy is not recompute),
+        *((copy.recompute, recompute) for copy in copies if copy.recompute is not recompute),
+        *((copy.no_recompute, no_recompute) for copy in copies),
         (fleet_recompute, recompute),
         (fleet_recompute_hybrid, recompute_hybrid),
     ]
@@ -215,6 +218,25 @@ def _run(
         refuse_unknown_options(function, kwargs)
     storage = SomeOnHost(t for i in indices for t in tensors_in(args[i])) if indices else None
     return run_recomputed(_with_custom_state(function), args, kwargs, options, storage=storage)
+
+
+def no_recompute(
+    function: Callable[..., Any],
+    *args: Any,
+    enable: bool = True,
+    keys_ignore_to_save: object = (),
+    **kwargs: Any,
+) -> Any:
+    """`paddle_recompute.keep` in place of the ``no_recompute`` of PaddleFormers.
+
+    Args:
+        function: A Layer or any callable.
+        *args: Its positional arguments.
+        enable: False: the plain call.
+        keys_ignore_to_save: Not needed: what `function` saves is found by itself.
+        **kwargs: Its keyword arguments.
+    """
+    return keep(function, *args, **kwargs) if enable else function(*args, **kwargs)
 
 
 def _with_custom_state(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,14 +61,15 @@ def holders_of(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]
                 yield module, name
 
 
-def private_copies() -> list[Callable[..., Any]]:
-    """The ``recompute`` of each private copy of fleet's that is imported by now.
+def private_copies() -> list[ModuleType]:
+    """The private copies of fleet's recompute that are imported by now.
 
     ``transformers.refined_recompute`` of PaddleFormers (1.2) and of PaddleNLP (its development
-    branch) calls fleet's with ``use_reentrant=True`` and an engine of its own with False.
+    branch): ``recompute`` calls fleet's with ``use_reentrant=True`` and an engine of its own with
+    False, whose second forward does not run a call of ``no_recompute``.
     """
     return [
-        module.recompute
+        module
         for name, module in list(sys.modules.items())
         if name.endswith(".transformers.refined_recompute") and hasattr(module, "no_recompute")
     ]

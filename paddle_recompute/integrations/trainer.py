@@ -254,7 +254,7 @@ def _refuse_a_third_forward(settings: Any, model: paddle.nn.Layer) -> None:
         if (value := getattr(settings, name, None))
     }
     for layer in model.sublayers(include_self=True):
-        config = getattr(layer, "config", None)
+        config: Any = getattr(layer, "config", None)
         # The configurations of PaddleNLP have a granularity, too, which does not switch it on.
         if hasattr(config, "recompute_method") and config.recompute_granularity:
             found.add(f"recompute_granularity={config.recompute_granularity!r} of model.config")

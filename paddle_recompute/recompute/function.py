@@ -183,8 +183,8 @@ def refuse_unknown_options(function: Callable[..., Any], kwargs: dict[str, Any])
     call = function.forward if isinstance(function, paddle.nn.Layer) else function
     for name in sorted(unknown.difference(inspect.signature(call).parameters)):
         raise ConfigError(
-            f"recompute: {name} is an option of fleet's recompute in Paddle {paddle.__version__}, "
-            "which paddle_recompute does not have, and the function has no parameter of this name. "
+            f"recompute: {name} is an option of the recompute of this Paddle, which "
+            "paddle_recompute does not have, and the function has no parameter of this name. "
             "Remove it, or use Paddle's own recompute (without patch_fleet)"
         )
 

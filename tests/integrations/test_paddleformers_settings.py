@@ -98,7 +98,7 @@ def test_the_same_layers(given: dict[str, Any], expected: list[str], kind: type)
         ({**UNIFORM, "num_layers": 2}, "recompute_num_layers=2: uniform takes a number, and unif"),
         ({**FULL, "method": "first_n", "num_layers": -1}, "recompute_num_layers=-1: first_n takes"),
         ({**FULL, "method": "block"}, "recompute_num_layers=None: block takes a number"),
-        ({**UNIFORM, "modules": {"flash_attn": 2}}, "with full it names parts to keep"),
+        ({**UNIFORM, "modules": {"flash_attn": 2}}, "with full it names operators"),
         ({**UNIFORM, "mtp_granularity": "full"}, "recompute_mtp_granularity='full'"),
         ({**UNIFORM, "pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2"),
         ({**UNIFORM, "no_recompute_layers": [1]}, r"no_recompute_layers=\[1\]: give the model's"),

@@ -147,7 +147,9 @@ def result(call: Callable[..., Any], form: Form) -> tuple[list[bytes], list[tupl
 def test_each_form_has_the_bits_of_the_plain_call(door: str, form: Form, version: str) -> None:
     with patch_fleet():
         if form.refused_on == version:
-            with pytest.raises(ConfigError, match="tomorrow is an option of fleet's recompute in"):
+            with pytest.raises(
+                ConfigError, match="tomorrow is an option of the recompute of this Paddle"
+            ):
                 result(DOORS[door], form)
             return
         ours, seen = result(lambda *a, **k: DOORS[door](*a, **form.options, **k), form)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import types
@@ -129,6 +130,18 @@ def test_nested_patches_end_with_the_last() -> None:
     assert not is_ours(fleet.utils.recompute)
 
 
+class Noted(paddle.nn.Layer):
+    """Notes its calls."""
+
+    def __init__(self, calls: list[bool]) -> None:
+        super().__init__()
+        self.calls, self.linear = calls, paddle.nn.Linear(4, 4)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self.calls.append(paddle_recompute.is_recomputing())
+        return self.linear(x)
+
+
 REFINED = """
 from paddle.distributed.fleet.recompute.recompute import recompute as original_recompute
 def no_recompute(function, *args, **kwargs):
@@ -144,8 +157,7 @@ def test_the_private_copy_of_paddleformers(monkeypatch: pytest.MonkeyPatch) -> N
     """Of its shape: `refined_recompute` of PaddleFormers 1.2, and a model that imports it."""
     copy = types.ModuleType("paddleformers.transformers.refined_recompute")
     exec(REFINED, copy.__dict__)
-    monkeypatch.setattr(copy, "recompute", copy.recompute)  # whatever the patch leaves there
-    theirs, user = copy.recompute, types.ModuleType("user")
+    theirs, kept_by_theirs, user = copy.recompute, copy.no_recompute, types.ModuleType("user")
     with patch_fleet():
         for module in (copy, user):
             monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -155,7 +167,17 @@ def test_the_private_copy_of_paddleformers(monkeypatch: pytest.MonkeyPatch) -> N
             assert {f"{copy.__name__}.recompute", "user.recompute"} <= set(patch.rebound)
             for recompute_of in (copy.recompute, user.recompute):
                 assert is_ours(lambda *a, at=recompute_of: at(*a, use_reentrant=False))
-    assert (copy.recompute, user.recompute) == (theirs, theirs)
+            calls: list[bool] = []
+            kept = functools.partial(copy.no_recompute, Noted(calls), keys_ignore_to_save=["x"])
+            x = paddle.ones([3, 4])
+            x.stop_gradient = False
+            for enable, times in ((True, 1), (False, 2)):
+                copy.recompute(
+                    lambda x, on=enable: kept(x, enable=on).tanh(), x, use_reentrant=False
+                ).sum().backward()
+                assert len(calls) == times, "enable: called once, the second forward keeps it"
+                calls.clear()
+    assert (copy.recompute, user.recompute, copy.no_recompute) == (theirs, theirs, kept_by_theirs)
     assert copy.original_recompute is INNER.recompute
 
 
