@@ -24,7 +24,6 @@ _SWITCH = "recompute.enable"
 def without_effect(config: Config) -> list[str]:
     """A sentence for each setting that is not at its default and has no effect."""
     v = Values(type(config), config.model_dump())
-    unmeasured = v[_SWITCH] and not config.measures
     alone, is_plain, is_static = config.world_size == 1, not v[_SWITCH], v["mode"] == "static"
     is_fleet = v["sync.mode"] == "fleet" and not alone
     chunk, pairs = v["contrastive.chunk_size"], config.local_batch
@@ -36,7 +35,6 @@ def without_effect(config: Config) -> list[str]:
         (is_fleet, _BUCKETS, "sync.mode is fleet, which has buckets of 128 MiB"),
         (is_fleet, _UNUSED, "sync.mode is fleet: the ranks exchange which gradients there are"),
         (is_plain, "recompute.* train.measure_plain", "recompute.enable is false"),
-        (unmeasured, "train.measure_plain", "train.measure measures no step"),
         (is_static and not alone, _UNUSED, "a Program has a gradient of every parameter"),
         (
             not is_static and v["train.compile"] == "none",

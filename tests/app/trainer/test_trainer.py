@@ -377,7 +377,7 @@ def test_memory_is_measured_if_asked_and_never_again(
     plain = {"recompute__enable": False, "train__output_dir": str(folder / "plain")}
     capsys.readouterr()
     Trainer(tiny(folder, train__max_steps=1, train__measure=True, **plain)).run()
-    assert "A step takes 2048.0 GiB; nothing is recomputed\n" in capsys.readouterr().out
+    assert "A step takes 2048.00 GiB; nothing is recomputed\n" in capsys.readouterr().out
 
 
 def test_same_pairs_however_many_micro_batches(folder: Path) -> None:
