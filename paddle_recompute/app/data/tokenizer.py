@@ -163,6 +163,16 @@ class PairTokenizer:
             pad_id=self.pad_id,
         )
 
+    @property
+    def pad_token(self) -> str:
+        """The token of `pad_id`."""
+        return str(self._tokenizer.id_to_token(self.pad_id))
+
+    def vocabulary(self) -> str:
+        """A SHA-256 of all entries and their ids; it does not depend on the form of the file."""
+        entries = sorted(self._tokenizer.get_vocab().items())
+        return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
     def save(self, path: str | Path) -> None:
         """Write ``tokenizer.json`` to `path`, atomically: the file that `load_tokenizer` read."""
         write_whole(Path(path), self._text)
@@ -235,11 +245,12 @@ def load_tokenizer(path: str | Path, *, pad_id: int = PAD_ID) -> PairTokenizer:
     names = [of_file.get("pad_token"), *_PADDING]
     found = [(name, tokenizer.token_to_id(name)) for name in names if name is not None]
     padding = next((pair for pair in found if pair[1] is not None), ("no [PAD]", None))
-    if padding[1] != pad_id:
-        raise DataError(f"{path}: has {padding}; the padding must be the entry {pad_id}")
     with _as_data_error(f"{path}: not a tokenizer.json"):
-        is_bare = not any(_frame(tokenizer))
-    if is_bare:
+        around = [one for side in _frame(tokenizer) for one in side]
+    # Qwen ends a text by what it pads with; then the padding is another entry.
+    if padding[1] != pad_id and (padding[1] not in around or pad_id in around):
+        raise DataError(f"{path}: has {padding}; the padding must be the entry {pad_id}")
+    if not around:
         if None in map(tokenizer.token_to_id, ("[CLS]", "[SEP]")):
             raise DataError(
                 f"{path}: puts nothing around a text (post_processor), and has no [CLS] and [SEP]"

@@ -36,7 +36,7 @@ from paddle_recompute.errors import CheckpointError
 _SAVED = {
     "data.tokenizer": "the tokenizer of the checkpoint is used",
     "data.vocab_size": "the vocabulary of the checkpoint is used",
-    "train.eval_before": "the model is not untrained any more",
+    "train.eval_before": "the model was trained already",
     "contrastive.temperature": "the learned temperature of the checkpoint is used",
     "strategy.amp_configs.init_loss_scaling": "the loss scale of the checkpoint is used",
 }

@@ -27,6 +27,7 @@ from paddle_recompute.app.data import (
     PreparedData,
     Source,
     build_loader,
+    check_vocabulary,
     prepare_data,
 )
 from paddle_recompute.app.report import require_bokeh, retrieval_table, write_report
@@ -39,7 +40,7 @@ from paddle_recompute.app.trainer.checkpoints import (
     write_record,
 )
 from paddle_recompute.app.trainer.chunk_search import MemoryProbe
-from paddle_recompute.app.trainer.divergence import check_vocabulary, check_weights, without_gain
+from paddle_recompute.app.trainer.divergence import check_weights, without_gain
 from paddle_recompute.app.trainer.evaluation import Evaluation
 from paddle_recompute.app.trainer.events import Events, data_figures, environment
 from paddle_recompute.app.trainer.loop import Best, Callback, Run, batches_of, train
@@ -286,7 +287,7 @@ class Trainer:
             return resumed.state.untrained
         if not self.config.train.eval_before:
             return {}
-        self._events.say("Evaluating the untrained model", bold=True)
+        self._events.say("Evaluating the model before training", bold=True)
         return evaluate("untrained")
 
     def _begin(
