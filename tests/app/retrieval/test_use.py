@@ -458,7 +458,9 @@ def test_vectors_are_cut_everywhere(folder: Path, tmp_path: Path) -> None:
     first = whole[:, :5] / np.linalg.norm(whole[:, :5], axis=1, keepdims=True)
     np.testing.assert_allclose(cut, first, rtol=0, atol=1e-6)
     options = ("--model", run, "--truncate-dim", 5)
-    command("encode", *options, "--output", file, folder / "texts.txt")
+    text_file = tmp_path / "texts.txt"
+    text_file.write_text("\n".join(texts(40)), encoding="utf-8")
+    command("encode", *options, "--output", file, text_file)
     np.testing.assert_array_equal(np.load(file), cut)
     for model in ((), ("--model", run)):  # the index knows
         found = command("search", "--index", file, *model, "--side", "document", texts(40)[3])
@@ -474,5 +476,5 @@ def test_vectors_are_cut_everywhere(folder: Path, tmp_path: Path) -> None:
     for name, code in (("encoder.pdparams", "is for programs"), ("x.npy", "have 16 numbers")):
         what = ("export", "--output", tmp_path / name)
         if name == "x.npy":
-            what = ("encode", "--output", tmp_path / name, folder / "texts.txt")
+            what = ("encode", "--output", tmp_path / name, text_file)
         assert code in command(*what, "--model", run, "--truncate-dim", 99, code=2).stderr
