@@ -18,9 +18,11 @@ class ContrastiveBatch:
         positives: ``[pairs, dim]``, row i belongs to query i.
         own_queries: This rank's rows in `queries`; None: all rows.
         own_positives: This rank's rows in `positives`; None: all rows.
-        negatives: ``[negatives, dim]``, more candidates, for all queries.
+        negatives: ``[negatives, dim]``, more candidates, for all queries; or ``[pairs, n, dim]``,
+            the only candidates, each for its own query.
         positive_ids: ``[pairs]``, int64: equal ids mean equal texts. None: nothing is masked.
         negative_ids: ``[negatives]``, int64, in the same numbering.
+        query_ids: ``[pairs]``, int64: equal ids mean equal queries. None: nothing is masked.
     """
 
     queries: paddle.Tensor
@@ -30,6 +32,7 @@ class ContrastiveBatch:
     negatives: paddle.Tensor | None = None
     positive_ids: paddle.Tensor | None = None
     negative_ids: paddle.Tensor | None = None
+    query_ids: paddle.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,11 @@ class LossOptions:
             mean over all their pairs: pairs of this rank / mean number of pairs.
         normalize: Whether the vectors must still be scaled to length 1; the tiled loss does this
             per tile, without a second copy of all vectors.
+        sum_positives: Whether a query finds any of the positives with its id.
     """
 
     symmetric: bool
     label_smoothing: float
     weight: float = 1.0
     normalize: bool = False
+    sum_positives: bool = False

@@ -19,6 +19,11 @@ def whole_loss(batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> p
     own_positive = _rows(positive, batch.own_positives)
     query = query * scale
     own = (query * own_positive).sum(axis=1)
+    if batch.negatives is not None and len(batch.negatives.shape) == 3:
+        excluded = _equal_negatives(batch)
+        excluded = None if excluded is None else excluded.unsqueeze(1)
+        given = _competing(query.unsqueeze(1), batch.negatives, excluded).squeeze(1)
+        return _mean_info_nce(own, given, options.label_smoothing)
     scores = _competing(query, positive, _equal_pairs(batch, batch.own_positives))
     searches = [scores]
     if options.symmetric and batch.own_positives is None:
@@ -29,7 +34,14 @@ def whole_loss(batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> p
     if batch.negatives is not None:
         more = _competing(query, batch.negatives, _equal_negatives(batch))
         searches[0] = paddle.concat([scores, more], axis=1)
-    losses = [_mean_info_nce(own, scores, options.label_smoothing) for scores in searches]
+    found = [own, own]
+    if options.sum_positives:
+        same = _equal(batch.query_ids, batch.own_positives)
+        found[0] = paddle.logsumexp(_competing(query, positive, paddle.logical_not(same)), axis=1)
+    losses = [
+        _mean_info_nce(own, scores, options.label_smoothing)
+        for own, scores in zip(found, searches)  # noqa: B905  to_static knows no strict=
+    ]
     return paddle.add_n(losses) * (options.weight / len(losses))
 
 
@@ -50,18 +62,27 @@ def _competing(
 
 def _equal_pairs(batch: ContrastiveBatch, own: slice | None) -> paddle.Tensor:
     """[own pairs, pairs], bool: true for a pair's own positive and for equal texts."""
-    ids = batch.positive_ids
+    ids, of_queries = batch.positive_ids, batch.query_ids
+    if ids is not None and of_queries is not None:
+        return paddle.logical_or(_equal(ids, own), _equal(of_queries, own))
+    if of_queries is not None:
+        return _equal(of_queries, own)
     if ids is None:
         # Counted, because a Program may not know the shape.
         ids = paddle.cumsum(paddle.ones_like(batch.positives[:, 0], dtype="int64")) - 1
+    return _equal(ids, own)
+
+
+def _equal(ids: paddle.Tensor, own: slice | None) -> paddle.Tensor:
     return paddle.equal(_rows(ids, own).unsqueeze(1), ids.unsqueeze(0))
 
 
 def _equal_negatives(batch: ContrastiveBatch) -> paddle.Tensor | None:
-    if batch.positive_ids is None or batch.negative_ids is None:
+    ids = batch.negative_ids
+    if batch.positive_ids is None or ids is None:
         return None
     own = _rows(batch.positive_ids, batch.own_positives)
-    return paddle.equal(own.unsqueeze(1), batch.negative_ids.unsqueeze(0))
+    return paddle.equal(own.unsqueeze(1), ids if len(ids.shape) == 2 else ids.unsqueeze(0))
 
 
 def _rows(tensor: paddle.Tensor, own: slice | None) -> paddle.Tensor:

@@ -56,6 +56,6 @@ def prefixes(
         cut: dict[str, paddle.Tensor] = {}
         for name in _VECTORS:
             if (vectors := getattr(batch, name)) is not None:
-                start = vectors if dim == width else vectors[:, :dim]
+                start = vectors if dim == width else vectors[..., :dim]
                 cut[name] = F.normalize(start, axis=-1) if normalize else start
         yield dataclasses.replace(batch, **cut)

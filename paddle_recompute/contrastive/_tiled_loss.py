@@ -139,7 +139,7 @@ class _Plan:
 
     def __init__(self, batch: ContrastiveBatch, options: LossOptions, tile: int) -> None:
         self.options, self.tile = options, tile
-        self._ids = (batch.positive_ids, batch.negative_ids)
+        self._ids = [(batch.positive_ids, batch.negative_ids), (batch.query_ids, None)]
         self._own_queries = batch.own_queries or slice(0, batch.queries.shape[0])
         self._own_positives = batch.own_positives or slice(0, batch.positives.shape[0])
         self.own = list(
@@ -183,16 +183,18 @@ class _Plan:
         blocks: tuple[Block, Block],
         searches: list[tuple[int, int, int]],
     ) -> _Tile:
-        rows, columns = (self._ids_of(*one) for one in zip(sides, blocks, strict=True))
         excluded = None
-        if rows is not None and columns is not None:
-            excluded = paddle.equal(rows.unsqueeze(1), columns.unsqueeze(0))
-        elif blocks in self.own and sides == (QUERIES, POSITIVES):
+        for ids in self._ids:
+            rows, columns = (self._ids_of(ids, *one) for one in zip(sides, blocks, strict=True))
+            if rows is not None and columns is not None:
+                equal = paddle.equal(rows.unsqueeze(1), columns.unsqueeze(0))
+                excluded = equal if excluded is None else paddle.logical_or(excluded, equal)
+        if excluded is None and blocks in self.own and sides == (QUERIES, POSITIVES):
             excluded = paddle.eye(blocks[0][1] - blocks[0][0]).astype("bool")
         return _Tile(sides, blocks, searches, excluded)
 
-    def _ids_of(self, side: int, block: Block) -> paddle.Tensor | None:
-        positive_ids, negative_ids = self._ids
+    def _ids_of(self, ids: tuple[Any, Any], side: int, block: Block) -> paddle.Tensor | None:
+        positive_ids, negative_ids = ids
         if side == NEGATIVES:
             return None if negative_ids is None else negative_ids[slice(*block)]
         if positive_ids is None:

@@ -32,6 +32,10 @@ MAX_SCALE = 100.0
 we found necessary to prevent training instability" (CLIP, section 2.5)."""
 
 
+_POSITIVES = ("one", "mask", "sum")
+_OF = {"query": "queries", "positive": "positives", "negative": "negatives"}
+
+
 class ContrastiveLoss(paddle.nn.Layer):
     """InfoNCE with the other pairs of the batch as negatives.
 
@@ -79,7 +83,11 @@ class ContrastiveLoss(paddle.nn.Layer):
         temperature: Above 0; with normalised vectors the scores are within 1/temperature.
         symmetric: Whether positives search for queries too.
         negatives: ``"global"``: the pairs of all ranks; ``"local"``: of this rank. Equal in a
-            single process.
+            single process. ``"given"``: the hard negatives of the pair's own row alone, in one
+            direction: ``symmetric=False``, without `tile`.
+        positives: ``"one"``: other pairs of the same query are negatives like any; ``"mask"``: they
+            are no candidates; ``"sum"``: they are answers, too: the loss is -log of the share of
+            all of them together (without `tile`). The last two need ``query_ids``.
         learnable_temperature: Make 1/temperature a parameter of this Layer, ``logit_scale``, [1],
             float32, which holds its logarithm as in CLIP. The loss uses at most log 100. In dygraph
             the parameter itself is clipped to that after a backward through the loss (`GradCache`:
@@ -123,8 +131,9 @@ class ContrastiveLoss(paddle.nn.Layer):
         self,
         temperature: float = 0.05,
         symmetric: bool = True,
-        negatives: Literal["global", "local"] = "global",
+        negatives: Literal["global", "local", "given"] = "global",
         *,
+        positives: Literal["one", "mask", "sum"] = "one",
         learnable_temperature: bool = False,
         label_smoothing: float = 0.0,
         tile: int | None = None,
@@ -143,20 +152,28 @@ class ContrastiveLoss(paddle.nn.Layer):
                 f"temperature: received {temperature!r}; with learnable_temperature allowed is at "
                 f"least {1 / MAX_SCALE}, the limit of the learned temperature"
             )
-        if negatives not in ("global", "local"):
+        if negatives not in ("global", "local", "given") or positives not in _POSITIVES:
             raise ConfigError(
-                f"negatives: received {negatives!r}; allowed are 'global' and 'local'"
+                f"received negatives={negatives!r} and positives={positives!r}; allowed are "
+                f"'global', 'local', 'given', and {', '.join(map(repr, _POSITIVES))}"
             )
+        if negatives == "given" and (symmetric or tile is not None or positives != "one"):
+            raise ConfigError(
+                "negatives='given' has no other candidates than hard negatives: set "
+                "symmetric=False, tile=None and positives='one'"
+            )
+        if positives == "sum" and tile is not None:
+            raise ConfigError("positives='sum' does not go with tile; set tile=None or 'mask'")
         if not 0 <= label_smoothing < 1:
             raise ConfigError(
                 f"label_smoothing: received {label_smoothing!r}; allowed is 0 to below 1"
             )
         if tile is not None and tile < 1:
             raise ConfigError(f"tile: received {tile!r}; allowed is None or at least 1")
-        if group is not None and negatives == "local":
-            raise ConfigError("group has no effect with negatives='local'; leave it out")
+        if group is not None and negatives != "global":
+            raise ConfigError(f"group has no effect with {negatives=}; leave it out")
         self.symmetric = symmetric
-        self.negatives = negatives
+        self.negatives, self.positives = negatives, positives
         self.label_smoothing = label_smoothing
         self.tile = tile
         self.mask_false_negatives = mask_false_negatives
@@ -191,6 +208,7 @@ class ContrastiveLoss(paddle.nn.Layer):
         *,
         positive_ids: paddle.Tensor | None = None,
         negative_ids: paddle.Tensor | None = None,
+        query_ids: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
         """The loss of one batch of pairs.
 
@@ -209,6 +227,8 @@ class ContrastiveLoss(paddle.nn.Layer):
                 equal texts have equal ids on all ranks, as from `text_ids`.
             negative_ids: ``[local_batch, num_negatives]``, int64, the same for `hard_negatives`,
                 in the same numbering.
+            query_ids: ``[local_batch]``, int64, with `positives` other than ``"one"``: equal
+                queries have equal ids on all ranks.
 
         Returns:
             A scalar, float32 (float64 from float64 input), at least 0.
@@ -232,6 +252,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             "negatives": hard_negatives,
             "positive_ids": positive_ids,
             "negative_ids": negative_ids,
+            "query_ids": query_ids,
         }
         tensors = {name: one for name, one in given.items() if one is not None}
         self._check_ids(tensors)
@@ -242,7 +263,13 @@ class ContrastiveLoss(paddle.nn.Layer):
             )
         with amp_off() if is_dygraph() else native().in_float32():
             batch, weight = self._batch(tensors)
-            options = LossOptions(self.symmetric, self.label_smoothing, weight, self.normalize)
+            options = LossOptions(
+                self.symmetric,
+                self.label_smoothing,
+                weight,
+                self.normalize,
+                sum_positives=self.positives == "sum",
+            )
             scale = self._scale(batch.queries.dtype)
             if self.matryoshka_dims is None:
                 return self._of(batch, scale, options)
@@ -286,7 +313,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             weight = rows.counts[rows.rank] * len(rows.counts) / rows.total
         _check_number(num_pairs, lonely=lonely)
         for name in ("negatives", "negative_ids"):
-            if name in tensors:  # they are candidates for all pairs
+            if name in tensors and self.negatives != "given":  # candidates for all pairs
                 tensors[name] = tensors[name].flatten(0, 1)
         return ContrastiveBatch(**tensors, **places), weight
 
@@ -329,16 +356,21 @@ class ContrastiveLoss(paddle.nn.Layer):
             raise DataError(
                 "ids are only used with mask_false_negatives=True; set it, or leave them out"
             )
-        for name in ("positive", "negative") if self.mask_false_negatives else ():
-            of, ids = tensors.get(f"{name}s"), tensors.get(f"{name}_ids")
+        if "query_ids" in tensors and self.positives == "one":
+            raise DataError("query_ids are only used with positives='mask' or 'sum'")
+        if self.negatives == "given" and "negatives" not in tensors:
+            raise DataError("negatives='given' needs hard negatives; received none")
+        names = ["positive", "negative"] if self.mask_false_negatives else []
+        for name in [*names, *(["query"] if self.positives != "one" else [])]:
+            of, ids = tensors.get(_OF[name]), tensors.get(f"{name}_ids")
             wanted = None if of is None else list(of.shape[:-1])
             found = None if ids is None else list(ids.shape)
             if found != wanted or (ids is not None and ids.dtype != paddle.int64):
                 received = "none" if ids is None else f"{ids.dtype} of shape {found}"
                 allowed = "none" if wanted is None else f"int64 of shape {wanted}"
                 raise DataError(
-                    f"{name}_ids: received {received}; with mask_false_negatives and these vectors "
-                    f"allowed is {allowed}"
+                    f"{name}_ids: received {received}; with mask_false_negatives, or positives for "
+                    f"query_ids, and these vectors allowed is {allowed}"
                 )
 
 

@@ -294,6 +294,100 @@ def test_a_hook_on_the_loss_changes_its_gradient(tile: int | None) -> None:
     assert np.array_equal(*gradients)
 
 
+# ----------------------------------------------------- several positives, and given negatives
+
+QUERY_IDS = np.array([1, 1, 2, 2, 2, 3, 4, 5, 6, 1, 7])
+
+
+def plain_loss(
+    query: Any, positive: Any, negatives: Any, *, kind: str, symmetric: bool, ids: bool, hard: bool
+) -> Any:
+    """As the formulas read, in float64, by Paddle's own gradients."""
+    scores, more = (
+        paddle.matmul(query, one.reshape([-1, DIM]).t()) * 10 for one in (positive, negatives)
+    )
+    own = paddle.diagonal(scores)
+    same = QUERY_IDS[:, None] == QUERY_IDS
+    masked = same | (IDS[:, None] == IDS) if ids else same
+    if kind == "given":
+        each = paddle.einsum("bd,bnd->bn", query, negatives) * 10
+        barred = paddle.to_tensor((IDS[:, None] == NEGATIVE_IDS) & ids)
+        each = paddle.masked_fill(each, barred, -math.inf)
+        return (paddle.logsumexp(paddle.concat([own[:, None], each], 1), 1) - own).mean()
+
+    def others(scores: Any, barred: Any) -> Any:
+        return paddle.masked_fill(scores, paddle.to_tensor(barred), -math.inf)
+
+    first = own if kind == "mask" else paddle.logsumexp(others(scores, ~same), 1)
+    wrong = [others(scores, masked)]
+    if hard:
+        wrong.append(others(more, (IDS[:, None] == NEGATIVE_IDS.reshape(1, -1)) & ids))
+    loss = (paddle.logsumexp(paddle.concat([first[:, None], *wrong], 1), 1) - first).mean()
+    if symmetric:
+        back = paddle.concat([own[:, None], others(scores.t(), masked)], 1)
+        loss = (loss + (paddle.logsumexp(back, 1) - own).mean()) / 2
+    return loss
+
+
+@pytest.mark.parametrize("ids", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize(
+    ("kind", "tile", "symmetric", "hard"),
+    [
+        ("mask", None, True, True),
+        ("mask", None, False, False),
+        ("mask", 1, True, True),
+        ("mask", 4, True, False),
+        ("mask", 100, False, True),
+        ("sum", None, True, True),
+        ("sum", None, False, False),
+        ("given", None, False, True),
+    ],
+)
+def test_several_positives_of_a_query_and_given_negatives(
+    kind: str, tile: int | None, symmetric: bool, hard: bool, ids: bool
+) -> None:
+    vectors = [one.astype(np.float64) for one in (QUERY, POSITIVE, NEGATIVES)][: 2 + hard]
+    options = {"negatives": "given"} if kind == "given" else {"positives": kind}
+    given: dict[str, Array] = {} if kind == "given" else {"query_ids": QUERY_IDS}
+    if ids:
+        given |= {"positive_ids": IDS} | ({"negative_ids": NEGATIVE_IDS} if hard else {})
+    loss = ContrastiveLoss(0.1, symmetric, tile=tile, mask_false_negatives=ids, **options)
+    value, gradients = with_gradients(loss, *vectors, **given)
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in vectors]
+    more = tensors[2] if hard else paddle.to_tensor(NEGATIVES.astype(np.float64))
+    wanted = plain_loss(*tensors[:2], more, kind=kind, symmetric=symmetric, ids=ids, hard=hard)
+    wanted.backward()
+    assert value == pytest.approx(float(wanted), abs=1e-12)
+    for found, one in zip(gradients, tensors, strict=True):
+        np.testing.assert_allclose(found, one.grad.numpy(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        ({"positives": "two"}, {}, "positives='two'; allowed are 'global', 'local', 'given', and"),
+        (
+            {"negatives": "given"},
+            {},
+            "no other candidates than hard negatives: set symmetric=False",
+        ),
+        ({"positives": "sum", "tile": 2}, {}, "'sum' does not go with tile; set tile=None or"),
+        (
+            {"positives": "mask"},
+            {},
+            r"query_ids: received none; .* allowed is int64 of shape \[11\]",
+        ),
+        ({}, {"query_ids": QUERY_IDS}, "query_ids are only used with positives='mask' or 'sum'"),
+        ({"negatives": "given", "symmetric": False}, {}, "needs hard negatives; received none"),
+    ],
+)
+def test_what_several_positives_need(
+    options: dict[str, Any], given: dict[str, Array], message: str
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        with_gradients(ContrastiveLoss(0.1, **options), QUERY, POSITIVE, **given)
+
+
 def test_ids_of_texts_are_equal_where_the_texts_are() -> None:
     ids = text_ids(["cat", "dog", "cat", "Cat", ""])
     assert ids.dtype == paddle.int64
@@ -350,7 +444,7 @@ def test_what_does_not_go_with_the_pairs_is_refused(
         ({"temperature": 0}, "temperature: received 0; allowed is a number greater"),
         ({"temperature": math.nan}, "temperature: received nan"),
         ({"temperature": math.inf}, "temperature: received inf"),
-        ({"negatives": "all"}, "negatives: received 'all'; allowed are 'global' and 'local'"),
+        ({"negatives": "all"}, "received negatives='all' and positives='one'; allowed are 'gl"),
         ({"label_smoothing": 1.0}, "label_smoothing: received 1.0; allowed is 0 to below 1"),
         ({"label_smoothing": -0.1}, "label_smoothing: received -0.1"),
         ({"tile": 0}, "tile: received 0; allowed is None or at least 1"),

@@ -29,6 +29,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"hard": True, "mask_false_negatives": True, "symmetric": False, "tile": 2},
     {"hard": True, "normalize": True, "matryoshka_dims": [2, 4, DIM]},
     {"symmetric": False, "normalize": True, "matryoshka_dims": [2, 4, DIM], "tile": 3},
+    {"positives": "mask", "hard": True, "mask_false_negatives": True, "tile": 2},
+    {"positives": "mask", "symmetric": False},
+    {"positives": "sum", "hard": True, "label_smoothing": 0.1},
 ]
 
 # Computed in float64, where only the order of the sums differs; the learned temperature is float32.
@@ -66,6 +69,8 @@ def loss_of(encoder: Encoder, loss: ContrastiveLoss, arrays: list[Array], hard: 
         vectors.append(encoder(negatives))
     names = ("positive_ids", "negative_ids")[: 1 + hard]
     given = dict(zip(names, ids[: 1 + hard], strict=True)) if loss.mask_false_negatives else {}
+    if loss.positives != "one":
+        given["query_ids"] = (ids[0] + ids[1][:, 0]) % 4
     return loss(*vectors, **given)
 
 

@@ -38,6 +38,9 @@ _of_run = click.option(
     metavar="FOLDER",
     help="The train.output_dir of a run, or a pretrained model (Hugging Face, PaddleNLP).",
 )
+_truncate_dim = number(
+    "--truncate-dim", None, "Keep the first numbers of each vector, so many (Matryoshka)."
+)
 _batch_size = number("--batch-size", 256, "Texts encoded at once.")
 
 
@@ -68,10 +71,13 @@ def _side(default: str) -> Option:
         least=2,
     ),
     _side("document"),
+    _truncate_dim,
     click.argument("text_file"),
     interrupted=_AGAIN,
 )
-def encode(folder: str, output: str, text_file: str, **options: Any) -> None:
+def encode(
+    folder: str, output: str, text_file: str, truncate_dim: int | None, **options: Any
+) -> None:
     """Write the vectors of a file of texts.
 
     For example: paddle-recompute encode --model outputs/run --output pool.npy texts.txt
@@ -83,7 +89,7 @@ def encode(folder: str, output: str, text_file: str, **options: Any) -> None:
     rank = prepare_one_of_ranks(f"Encoding {text_file}")
     from paddle_recompute.app.retrieval import encode_file, load_encoder
 
-    encoder = load_encoder(folder)
+    encoder = load_encoder(folder, truncate_dim=truncate_dim)
     with progress("text", "encode", is_shown=rank == 0) as show:
         record = encode_file(encoder, text_file, output, progress=show, over_ranks=True, **options)
     if rank:
@@ -111,11 +117,18 @@ def encode(folder: str, output: str, text_file: str, **options: Any) -> None:
         is_flag=True,
         help="Refuse judgements of unknown queries or documents, and repeated ones.",
     ),
+    _truncate_dim,
     _batch_size,
     as_json,
 )
 def evaluate(
-    folder: str, data: str, split: str, strict: bool, as_json: bool, **options: Any
+    folder: str,
+    data: str,
+    split: str,
+    strict: bool,
+    truncate_dim: int | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Measure retrieval on judged queries.
 
@@ -129,7 +142,7 @@ def evaluate(
     from paddle_recompute.app.retrieval import evaluate_encoder, load_encoder
 
     judged = read_judged(data, split=split, strict=strict)
-    encoder = load_encoder(folder)
+    encoder = load_encoder(folder, truncate_dim=truncate_dim)
     total = len(judged.queries) + len(judged.pool)
     with tqdm(total=total, unit="text", desc="encode", disable=None) as bar:
         record = evaluate_encoder(encoder, judged, progress=bar.update, **options)
@@ -254,7 +267,7 @@ def search(
     from paddle_recompute.app.retrieval import Index, load_encoder, texts_of
 
     index = Index.load(place)
-    encoder = load_encoder(folder) if folder else None
+    encoder = load_encoder(folder, truncate_dim=index.truncate_dim) if folder else None
     asked = texts_of(Path("/dev/stdin" if file == "-" else file)) if file else iter(queries)
     with ExitStack() as held:
         write: Callable[[str], object] = click.echo
@@ -313,9 +326,12 @@ def _writer(held: ExitStack, output: Path, inputs: list[Path]) -> Callable[[str]
         metavar="FILE|FOLDER",
         help="The file to write; with inference and onnx, the folder.",
     ),
+    _truncate_dim,
     as_json,
 )
-def export(folder: str, file_format: str, output: str, as_json: bool) -> None:
+def export(
+    folder: str, file_format: str, output: str, truncate_dim: int | None, as_json: bool
+) -> None:
     """Write the model for other programs.
 
     For example: paddle-recompute export --model outputs/run --output encoder.pdparams
@@ -330,6 +346,8 @@ def export(folder: str, file_format: str, output: str, as_json: bool) -> None:
         raise ConfigError(
             f"--output {output}: must end in .{file_format}, as --format {file_format} says"
         )
+    if truncate_dim is not None and not is_program:
+        raise ConfigError("--truncate-dim: is for programs (inference, onnx); weights are whole")
     prepare_one_process(f"Exporting {folder}")
     from paddle_recompute.app.retrieval import (
         load_encoder,
@@ -338,7 +356,7 @@ def export(folder: str, file_format: str, output: str, as_json: bool) -> None:
         write_weights,
     )
 
-    encoder = load_encoder(folder)
+    encoder = load_encoder(folder, truncate_dim=truncate_dim)
     if is_program:
         (write_onnx if file_format == "onnx" else write_inference)(encoder, output)
         words = f"a program of {encoder.folder}, with its tokenizer: {output}"

@@ -49,7 +49,10 @@ class ContrastiveConfig(Section):
         fill: Random: positives of other queries take the place of hard negatives that a pair lacks;
             none: such a line is refused.
         negatives: Global: the negatives of a pair are the other pairs of all ranks (of the same
-            micro-batch, if there are several); local: the other pairs of its own rank.
+            micro-batch, if there are several); local: the other pairs of its own rank; given: its
+            hard negatives alone, with symmetric: false.
+        positives: Of other pairs of the same query in a batch: one: they are negatives like any;
+            mask: they are no candidates; sum: they are answers, too.
         label_smoothing: Share of the label that is spread evenly over all candidates.
         mask_false_negatives: True: a pair with the same positive text does not count as a negative.
         matryoshka_dims: Mean of the losses of the vectors' first d numbers, for these d, so that
@@ -66,7 +69,10 @@ class ContrastiveConfig(Section):
     rules = (
         _dims_differ,
         _learned_temperature_starts_in_its_range,
-        *needs("hard_negatives", "fill"),
+        *needs("hard_negatives", "fill", "negatives=given"),
+        *needs("symmetric=false", "negatives=given"),
+        *apart("negatives=given", "positives", "tile", because="it has no pairs as candidates"),
+        *apart("positives=sum", "tile", because="its sum is not computed in tiles"),
         *apart("chunk_tokens", "chunk_size", because="a chunk is measured in either"),
         *apart("memory_budget", "chunk_size", "chunk_tokens", because="it measures them"),
     )
@@ -79,7 +85,8 @@ class ContrastiveConfig(Section):
     symmetric: bool = True
     hard_negatives: int = Field(0, ge=0, le=2**20)
     fill: Literal["none", "random"] = "none"
-    negatives: Literal["global", "local"] = "global"
+    negatives: Literal["global", "local", "given"] = "global"
+    positives: Literal["one", "mask", "sum"] = "one"
     label_smoothing: Probability = 0.0
     mask_false_negatives: bool = False
     matryoshka_dims: Annotated[list[Count], Field(min_length=1)] | None = None

@@ -45,8 +45,11 @@ class TrainConfig(Section):
             anew, and refuse a folder with a run in it.
         overwrite: True: remove the run in `output_dir`, when the new one begins to train, instead
             of going on with it or refusing the folder.
-        measure_plain: True: before training, measure the memory of a step without recompute, to
-            report what is saved; False: do not, for example because that step does not fit and the
+        measure: True: before training, measure the memory of the largest step, so that a step that
+            does not fit is refused at once; auto: on a GPU only; False: do not. A resumed run keeps
+            its figures.
+        measure_plain: True: with `measure`, also that of a step without recompute, to report what
+            is saved; False: do not, for example because that step does not fit and the
             system would kill the process (CPU).
         compile: to_static: the model runs as a Program of paddle.jit.to_static, with recompute in
             it; auto: the same, or eager execution with a line that says why.
@@ -85,6 +88,7 @@ class TrainConfig(Section):
     keep: Count = 2
     resume: bool | Literal["auto"] = False
     overwrite: bool = False
+    measure: bool | Literal["auto"] = "auto"
     measure_plain: bool = True
     compile: Literal["none", "to_static", "auto"] = "none"
     verify: bool = True

@@ -31,7 +31,11 @@ def without_effect(config: Config) -> list[str]:
     rows = (
         (alone, f"sync.* {_BUCKETS} {_UNUSED}", "there is one rank, which sends no gradients"),
         (alone, "strategy.sharding", "there is one rank, which has the whole optimizer state"),
-        (alone, "contrastive.negatives", "there is one rank, whose pairs are all there are"),
+        (
+            alone and v["contrastive.negatives"] == "local",
+            "contrastive.negatives",
+            "there is one rank, whose pairs are all there are",
+        ),
         (is_fleet, _BUCKETS, "sync.mode is fleet, which has buckets of 128 MiB"),
         (is_fleet, _UNUSED, "sync.mode is fleet: the ranks exchange which gradients there are"),
         (is_plain, "recompute.* train.measure_plain", "recompute.enable is false"),

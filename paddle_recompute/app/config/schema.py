@@ -197,6 +197,12 @@ class Config(Section):
         return self.train.learning_rate * (self.contrastive.global_batch / tuned_for)
 
     @property
+    def measures(self) -> bool:
+        """Whether ``train.measure`` says so for this device."""
+        measure = self.train.measure
+        return self.launch.device == "gpu" if measure == "auto" else measure
+
+    @property
     def optimizer(self) -> OptimizerConfig:
         """The library's options of the optimizer."""
         return library.optimizer_config(self)

@@ -104,7 +104,8 @@ class PairLoader:
     [local_batch, positive tokens], each padded with 0 to its longest text, and ``index``
     [local_batch], the indices of the pairs in the given list. With hard negatives also
     ``negatives`` [local_batch, hard_negatives, tokens], with ids also ``positive_ids``
-    [local_batch] and ``negative_ids`` [local_batch, hard_negatives]: equal texts have equal ids.
+    [local_batch] and ``negative_ids`` [local_batch, hard_negatives]: equal texts have equal ids;
+    with ``contrastive.positives`` ``query_ids`` [local_batch].
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class PairLoader:
     def _collate(self, rows: list[int], epoch: int, number: int) -> _Arrays:
         batch = {side: self._texts[side].pad(rows) for side in ("query", "positive")}
         batch["index"] = np.array(rows, dtype=np.int64)
-        ids = {"positive": batch["index"]}
+        ids = {"query": batch["index"], "positive": batch["index"]}
         if self._negatives is not None:
             keys = self._sampler.random(epoch, number, self._negatives.num_keys)
             stream = partial(self._sampler.stream, epoch, number)
@@ -229,10 +230,12 @@ def build_loader(
     if section.hard_negatives:
         negatives = HardNegatives(pairs, section.hard_negatives, fill=section.fill == "random")
         texts["negatives"] = tokenized(of_document, negatives.texts, longest)
-    ids = {}
-    if section.mask_false_negatives:
-        from paddle_recompute.contrastive import text_ids
+    from paddle_recompute.contrastive import text_ids
 
+    ids = {}
+    if section.positives != "one":
+        ids["query"] = text_ids(pair.query for pair in pairs).numpy()
+    if section.mask_false_negatives:
         ids["positive"] = text_ids(pair.positive for pair in pairs).numpy()
         if negatives is not None:
             ids["negative"] = text_ids(negatives.texts).numpy()

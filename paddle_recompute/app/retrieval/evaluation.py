@@ -139,6 +139,7 @@ def encode_batches(
     max_tokens: int,
     batch_size: int,
     prompt: str = "",
+    truncate_dim: int | None = None,
     progress: Callable[[int], object] | None = None,
     over_ranks: bool = False,
 ) -> NDArray[np.float32]:
@@ -155,6 +156,7 @@ def encode_batches(
         max_tokens: Longer texts are cut.
         batch_size: Texts per batch.
         prompt: Put before each text.
+        truncate_dim: Numbers of a vector that are kept, the first ones; None: all.
         progress: Called after every batch with its number of texts, as ``tqdm.update``.
         over_ranks: Every rank calls this with the same texts and encodes a share of the batches;
             every rank gets all vectors.
@@ -184,7 +186,7 @@ def encode_batches(
         # As many on all ranks: a model may be spread over them (recompute.offload_parameters).
         for rows in [*shares[rank], batches[0]][: len(shares[0])]:
             ids = tokenizer.encode([prompt + texts[row] for row in rows], max_tokens)
-            batch = model(paddle.to_tensor(ids)).astype("float32").numpy()
+            batch = model(paddle.to_tensor(ids)).astype("float32").numpy()[:, :truncate_dim]
             if vectors is None:
                 vectors = np.empty((len(texts), batch.shape[1]), np.float32)
             norm = np.linalg.norm(batch, axis=1, keepdims=True)

@@ -231,6 +231,11 @@ class Index:
             write_json(beside(path, ".json"), self.record)
 
     @property
+    def truncate_dim(self) -> int | None:
+        """That of the encoder that made the vectors."""
+        return self._shape[1] if "-" in self.fingerprint else None
+
+    @property
     def files(self) -> list[Path]:
         """The file, its texts and its record; none if it is not on disk."""
         if self.file is None:
@@ -391,7 +396,8 @@ class Index:
         if self._encoder is None:
             if self.model is None:
                 raise DataError("the index names no model; give the encoder that made its vectors")
-            self._encoder = load_encoder(self.model if self.model.is_dir() else self.model.parent)
+            folder = self.model if self.model.is_dir() else self.model.parent
+            self._encoder = load_encoder(folder, truncate_dim=self.truncate_dim)
         return self._encoder
 
 

@@ -27,13 +27,15 @@ _TOLERANCE = 1e-5
 class _Normalised(paddle.nn.Layer):
     """The vectors of `encode_texts`."""
 
-    def __init__(self, model: paddle.nn.Layer) -> None:
+    def __init__(self, encoder: TrainedEncoder) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._dim = encoder.model, encoder.truncate_dim
 
     def forward(self, input_ids: paddle.Tensor) -> paddle.Tensor:
         """From ids ``[batch, length]``, int64, to ``[batch, dim]``, float32, of length 1."""
         vector = self.model(input_ids).astype("float32")
+        if self._dim is not None:
+            vector = vector[:, : self._dim]
         norm = paddle.sqrt((vector * vector).sum(axis=1, keepdim=True))
         return vector / norm.clip(min=float(np.finfo(np.float32).tiny))
 
@@ -142,7 +144,7 @@ def _write_texts(encoder: TrainedEncoder, folder: Path) -> None:
 
 def _save(encoder: TrainedEncoder, folder: Path) -> Path:
     """The file of the program."""
-    program_model = _Normalised(encoder.model)
+    program_model = _Normalised(encoder)
     program_model.eval()
     spec = paddle.static.InputSpec([-1, -1], "int64", "input_ids")
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -56,6 +56,7 @@ class TrainedEncoder:
         max_query_tokens: The limit for queries in training, or that of the pretrained model.
         max_positive_tokens: The same for positives.
         config: The section ``model`` of the run, without ``init_from``.
+        truncate_dim: Vectors are their first numbers, so many, scaled to length 1; None: whole.
     """
 
     model: paddle.nn.Layer
@@ -66,6 +67,7 @@ class TrainedEncoder:
     max_query_tokens: int
     max_positive_tokens: int
     config: ModelConfig
+    truncate_dim: int | None = None
 
     @property
     def reads_at_most(self) -> int:
@@ -99,7 +101,7 @@ class TrainedEncoder:
         return {"query": query, "document": document}
 
 
-def load_encoder(folder: str | Path) -> TrainedEncoder:
+def load_encoder(folder: str | Path, *, truncate_dim: int | None = None) -> TrainedEncoder:
     """Read an encoder: the newest checkpoint of a run that is whole, or a pretrained model.
 
     A warning names checkpoints that are damaged. The folder may come from anyone: nothing in it is
@@ -110,12 +112,14 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
         folder: ``train.output_dir`` of a run, the folder ``checkpoint`` or ``best`` in it, or one
             checkpoint; or a folder of Hugging Face, sentence-transformers or PaddleNLP, or what
             ``export`` has written.
+        truncate_dim: Length of the vectors: their first numbers, scaled to length 1, as
+            ``contrastive.matryoshka_dims`` trains them. None: whole vectors.
 
     Raises:
         CheckpointError: There is no model, or all checkpoints are damaged, or it is of another
             version.
         ConfigError: The model needs something that is not supported.
-        DataError: Its tokenizer cannot be read.
+        DataError: Its tokenizer cannot be read, or its vectors are shorter than `truncate_dim`.
 
     Examples:
         >>> from paddle_recompute import load_encoder
@@ -123,7 +127,20 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
         >>> encoder.step
         3
     """
-    folder = Path(folder)
+    encoder = _loaded(Path(folder))
+    if truncate_dim is None:
+        return encoder
+    check_count("truncate_dim", truncate_dim)
+    width = encode_texts(encoder, [""]).shape[1]
+    if truncate_dim > width:
+        raise DataError(f"received truncate_dim={truncate_dim}; the vectors have {width} numbers")
+    if truncate_dim == width:
+        return encoder
+    fingerprint = f"{encoder.fingerprint}-{truncate_dim}"
+    return replace(encoder, truncate_dim=truncate_dim, fingerprint=fingerprint)
+
+
+def _loaded(folder: Path) -> TrainedEncoder:
     use_cpu_settings_and_say_so()
     if newest_checkpoint(folder) is None:
         return _pretrained(folder)
@@ -131,7 +148,7 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
         checkpoint = open_checkpoint(folder)
     else:
         inner = folder / CHECKPOINTS if checkpoints_in(folder / CHECKPOINTS) else folder
-        checkpoint = find_checkpoint(inner, tell=partial(warnings.warn, stacklevel=3))
+        checkpoint = find_checkpoint(inner, tell=partial(warnings.warn, stacklevel=4))
     try:
         config = checkpoint.state["config"]
         # The file of the initial weights is not needed, and may not exist any more.
@@ -255,6 +272,7 @@ def encode_texts(
         max_tokens=longest,
         batch_size=batch_size,
         prompt=encoder.prompts[side],
+        truncate_dim=encoder.truncate_dim,
         progress=progress,
         over_ranks=over_ranks,
     )

@@ -58,6 +58,7 @@ class MemoryProbe:
         if earlier is not None:
             self._say(f"{budget}: each rank encodes {earlier}, as before")
             return earlier
+        self._say("Measuring the memory of a step")
         chunks, peak = self._within_budget(section.memory_budget)
         setting = f" (contrastive.chunk_tokens: {chunks.tokens})" if chunks else ""
         self._say(
@@ -97,13 +98,16 @@ class MemoryProbe:
         Raises:
             ConfigError: A step as configured does not fit.
         """
+        self._say("Measuring the memory of a step")
         configured = self._peak(chunks)
         if configured is None:
             raise ConfigError(_does_not_fit(self._config, chunks))
-        said, plain = f"A step takes {format_bytes(configured)} as configured", None
+        said, plain = f"A step takes {format_bytes(configured)}", None
         if not self._config.recompute.enable:
-            plain = configured
-        elif self._config.train.measure_plain:
+            self._say(f"{said}; nothing is recomputed")
+            return configured, configured
+        said += " as configured"
+        if self._config.train.measure_plain:
             plain = self._plain_peak(chunks, configured)
             if plain is None:
                 said += "; without recompute, more than there is"

@@ -97,5 +97,6 @@ def loss_of_chance(config: Config) -> float:
     contrastive = config.contrastive
     ranks = config.world_size if contrastive.negatives == "global" else 1
     positives = config.micro_batch * ranks
-    of_query = math.log(positives * (1 + contrastive.hard_negatives))
+    rivals = 1 if contrastive.negatives == "given" else positives
+    of_query = math.log(rivals * (1 + contrastive.hard_negatives))
     return (of_query + math.log(positives)) / 2 if contrastive.symmetric else of_query

@@ -268,7 +268,7 @@ class Run:
     def count(self) -> None:
         """Make `figures` those of all steps of this session. Every rank calls this."""
         rate = self._session.rate(self.config.contrastive.global_batch)
-        self.figures = {
+        self.figures |= {
             "loss": _finite(self.result.loss) if self.result is not None else None,
             "peak_bytes": largest_of_ranks(self._session.peak_bytes),
             "examples_per_second": mean_over_ranks(rate),

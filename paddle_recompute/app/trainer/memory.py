@@ -174,6 +174,8 @@ def largest_batch(config: Config, vocab_size: int, chunks: Chunks) -> Batch:
             short = max(SHORTEST_TEXT, chunks.tokens // max(1, texts - long))
             ids[long:, short:] = 0  # padding
         batch[side] = paddle.to_tensor(ids.reshape(*rows, length))
+    if config.contrastive.positives != "one":
+        batch["query_ids"] = paddle.arange(pairs, dtype="int64")
     if config.contrastive.mask_false_negatives:
         batch["positive_ids"] = paddle.arange(pairs, dtype="int64")
         if count:

@@ -24,7 +24,8 @@ class Recorder(Callback):
     """
 
     def on_start(self, run: Run) -> None:
-        self._progress = Progress(run.total, done=run.done, enabled=run.is_main)
+        best = run.best.metric
+        self._progress = Progress(run.total, done=run.done, enabled=run.is_main, best_metric=best)
         if run.is_main:
             keep_until(run.done, run.folder / METRICS)
 
@@ -55,11 +56,19 @@ class Progress:
         done: Steps that a resumed run has done before.
         enabled: Whether to show anything; true on the first rank only.
         stream: Where to show it; None: standard error.
+        best_metric: Is shown of an evaluation, beside recall@1 and MRR.
     """
 
     def __init__(
-        self, total: int, *, done: int = 0, enabled: bool = True, stream: TextIO | None = None
+        self,
+        total: int,
+        *,
+        done: int = 0,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        best_metric: str = "mrr",
     ) -> None:
+        self._metrics = {"recall@1", "mrr", best_metric}
         self._stream = stream or sys.stderr
         self._total = total
         self._plain = enabled and not is_on_terminal(self._stream)
@@ -89,7 +98,7 @@ class Progress:
             "peak": "not measured" if peak is None else _memory.format_bytes(peak),
         }
         for name, value in record.get("valid", {}).items():
-            if name in ("recall@1", "mrr"):
+            if name in self._metrics:
                 figures[name] = f"{value:.4f}"
         self._bar.set_postfix(figures)
         if self._plain:

@@ -66,7 +66,7 @@ class Objective:
     A batch is a dict: ``query`` and ``positive``, ids ``[pairs, length]``, int64; with
     ``contrastive.hard_negatives`` also ``negatives``, ``[pairs, hard_negatives, length]``; with
     ``contrastive.mask_false_negatives`` also ``positive_ids``, ``[pairs]``, int64, and
-    ``negative_ids``, ``[pairs, hard_negatives]``.
+    ``negative_ids``, ``[pairs, hard_negatives]``; with ``contrastive.positives`` ``query_ids``.
 
     Args:
         config: The configuration of the run.
@@ -85,6 +85,7 @@ class Objective:
             temperature=section.temperature,
             symmetric=section.symmetric,
             negatives=section.negatives,
+            positives=section.positives,
             learnable_temperature=section.learnable_temperature,
             label_smoothing=section.label_smoothing,
             tile=section.tile,
@@ -293,6 +294,8 @@ class ProgramModel:
             spec["negatives"] = (paddle.static.InputSpec([-1, -1], "int64"),)
         elif count:
             spec["negatives"] = paddle.static.InputSpec([rows, count, -1], "int64")
+        if section.positives != "one":
+            spec["query_ids"] = paddle.static.InputSpec([rows], "int64")
         if section.mask_false_negatives:
             spec["positive_ids"] = paddle.static.InputSpec([rows], "int64")
             if count:

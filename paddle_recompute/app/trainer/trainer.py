@@ -64,6 +64,9 @@ from paddle_recompute.distributed import barrier, broadcast_from_rank0, equal_bu
 from paddle_recompute.errors import OutputError
 from paddle_recompute.planner import RecomputePlan
 
+PEAKS = "plain_peak_bytes", "measured_bytes"
+"""Measured before training: of a step without recompute, and as configured."""
+
 
 class Trainer:
     """One training run, on the ranks that the environment declares.
@@ -106,8 +109,9 @@ class Trainer:
             ``precision@1``, ``precision@10``, ``ndcg@10``, ``map``) and the first three of them
             before training with the prefix ``untrained_`` (None with
             ``train.eval_before: false``); ``pool_size``, ``queries``; ``peak_bytes`` (the largest
-            of all steps and ranks), ``plain_peak_bytes`` (of the step without recompute that needs
-            most; None if it does not fit or ``train.measure_plain`` is false);
+            of all steps and ranks; None on Paddle 2.6 on a CPU without ``train.measure``),
+            ``plain_peak_bytes`` (of the step without recompute that needs most; None if it does
+            not fit or is not measured: ``train.measure``, ``train.measure_plain``);
             ``examples_per_second`` (pairs, all ranks), ``steps``, ``skipped_steps`` (steps that
             overflowed in float16), ``loss`` (of the last step; None if that was skipped),
             ``temperature`` (if it is learned), ``chunk_size`` and ``chunk_tokens`` (what a rank
@@ -168,6 +172,8 @@ class Trainer:
         evaluate = Evaluation(self.config, model, data, self._events, self._checkpoints.save_best)
         untrained = self._evaluate_before(evaluate, resumed)
         run = self._begin(model, objective, data, plan, best, position, total, untrained, resumed)
+        if any(peaks):
+            run.figures |= dict(zip(PEAKS, peaks, strict=True))
         callbacks = [
             self._events,
             evaluate,
@@ -181,7 +187,7 @@ class Trainer:
         if run.valid is None:
             self._events.say("Evaluating the trained model", bold=True)
             run.valid = evaluate("trained")
-        record = self._record(run, peaks)
+        record = self._record(run)
         self._conclude(record)
         return record
 
@@ -242,16 +248,19 @@ class Trainer:
 
     def _measure(
         self, vocab_size: int, resumed: Resumed | None
-    ) -> tuple[Objective, RecomputePlan | None, tuple[int | None, int]]:
-        """The loss in its chunks, the plan, and the peaks: without recompute, and as configured."""
-        self._events.say("Measuring the memory of a step", bold=True)
+    ) -> tuple[Objective, RecomputePlan | None, tuple[int | None, int | None]]:
+        """The loss in its chunks, the plan, and the peaks: without recompute, and as configured.
+
+        A resumed run has its peaks in its checkpoint.
+        """
         probe = MemoryProbe(self.config, vocab_size, say=self._events.say)
         chunks = probe.choose_chunks(chunks_of(resumed, self.config))
         objective = Objective(self.config, chunks)
         broadcast_from_rank0(objective.loss)
         section = self.config.recompute
         if not section.enable or section.policy != "budget":
-            return objective, None, probe.measure(chunks)
+            measures = self.config.measures and resumed is None
+            return objective, None, probe.measure(chunks) if measures else (None, None)
         saved = resumed.checkpoint.state if resumed is not None else None
         plan, *peaks = make_budget_plan(
             self.config,
@@ -347,9 +356,9 @@ class Trainer:
             plan.save(self._folder / PLAN)
         self._events.say(f"{why} with another {plan}")
 
-    def _record(self, run: Run, peaks: tuple[int | None, int]) -> dict[str, Any]:
+    def _record(self, run: Run) -> dict[str, Any]:
         """The final record."""
-        plain_peak, configured_peak = peaks
+        plain_peak, configured_peak = (run.figures.pop(name, None) for name in PEAKS)
         assert run.valid is not None
         learned = {}
         if self.config.contrastive.learnable_temperature:
@@ -358,14 +367,14 @@ class Trainer:
             **run.valid,
             **{
                 f"untrained_{key}": run.untrained.get(key)
-                for key in ("recall@1", "recall@10", "mrr")
+                for key in dict.fromkeys(("recall@1", "recall@10", "mrr", run.best.metric))
             },
             "steps": run.step,
             "skipped_steps": run.steps.step.num_skipped,
             **run.figures,
             **learned,
             **run.best.figures(self.config),
-            "peak_bytes": max(run.figures["peak_bytes"] or 0, configured_peak),
+            "peak_bytes": max(run.figures["peak_bytes"] or 0, configured_peak or 0) or None,
             "plain_peak_bytes": plain_peak,
             "chunk_size": run.objective.chunks.size,
             "chunk_tokens": run.objective.chunks.tokens,

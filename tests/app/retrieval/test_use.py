@@ -448,3 +448,33 @@ def test_a_run_is_evaluated(excludes: bool, folder: Path, tmp_path: Path) -> Non
     assert "\nmap           0." in shown
     refused = command(*evaluate, "--split", "dev", code=2)
     assert "dev.tsv: there is no such file" in refused.stderr
+
+
+def test_vectors_are_cut_everywhere(folder: Path, tmp_path: Path) -> None:
+    """`truncate_dim` in encode, search, evaluate and export: the first numbers, of length 1."""
+    run, file = folder / "run", tmp_path / "pool.npy"
+    whole = encode_texts(load_encoder(run), texts(40))
+    cut = encode_texts(load_encoder(run, truncate_dim=5), texts(40))
+    first = whole[:, :5] / np.linalg.norm(whole[:, :5], axis=1, keepdims=True)
+    np.testing.assert_allclose(cut, first, rtol=0, atol=1e-6)
+    options = ("--model", run, "--truncate-dim", 5)
+    text_file = tmp_path / "texts.txt"
+    text_file.write_text("\n".join(texts(40)), encoding="utf-8")
+    command("encode", *options, "--output", file, text_file)
+    np.testing.assert_array_equal(np.load(file), cut)
+    for model in ((), ("--model", run)):  # the index knows
+        found = command("search", "--index", file, *model, "--side", "document", texts(40)[3])
+        assert found.stdout.split("  ")[1:3] == ["1", f"1.0000  {texts(40)[3]}"[:6]]
+    with pytest.raises(DataError, match="was encoded by another model"):
+        Index.load(file).search(["cat"], encoder=load_encoder(run))
+    command("export", *options, "--format", "inference", "--output", tmp_path / "served")
+    program = paddle.jit.load(str(tmp_path / "served" / "encoder"))
+    ids = load_encoder(run).tokenizer.encode(texts(3), 10)
+    np.testing.assert_allclose(program(paddle.to_tensor(ids)).numpy(), cut[:3], rtol=0, atol=1e-5)
+    (tmp_path / "pairs.tsv").write_text(f"{texts(40)[0]}\t{texts(40)[1]}\n")
+    command("evaluate", *options, "--data", tmp_path / "pairs.tsv")
+    for name, code in (("encoder.pdparams", "is for programs"), ("x.npy", "have 16 numbers")):
+        what = ("export", "--output", tmp_path / name)
+        if name == "x.npy":
+            what = ("encode", "--output", tmp_path / name, text_file)
+        assert code in command(*what, "--model", run, "--truncate-dim", 99, code=2).stderr

@@ -160,7 +160,7 @@ def test_the_journal_is_that_of_the_run(finished: Path) -> None:
         assert side["mean"] == pytest.approx(mean)
     # A start says what it does, and how long it took.
     said = [one["text"] for one in records if one["event"] == "said"]
-    begun = ("Preparing the", "Cutting", "Measuring", "Building", "Training: steps 1 to 2")
+    begun = ("Preparing the", "Cutting", "Building", "Training: steps 1 to 2")
     places = [next(at for at, text in enumerate(said) if text.startswith(one)) for one in begun]
     assert places == sorted(places)
     (first,) = (text for text in said if text.startswith("Step 1: loss "))

@@ -15,6 +15,7 @@ from paddle_recompute.app.data import build_loader, prepare_data
 from paddle_recompute.app.trainer import Chunks, Trainer
 from paddle_recompute.app.trainer.memory import largest_batch
 from paddle_recompute.app.trainer.setup import seeded_model
+from paddle_recompute.app.trainer.step import Objective
 from tests.app.trainer.test_same_training import HARD, STILL, write_hard_negatives
 from tests.app.trainer.test_trainer import held_out, numbers_of, tiny
 
@@ -78,6 +79,38 @@ def test_the_first_step_of_a_run_is_that_of_the_plain_loss(
     assert len({*ids}) == len({*positives}) == len({*zip(ids, positives, strict=True)}) < len(ids)
     loss, norm = plainly(config, model, batch)
     assert found == pytest.approx(loss, rel=1e-6)
+    assert norm_found == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "chunks"), [("dygraph", 24), ("static", None)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"contrastive__positives": "mask", "contrastive__tile": 16},
+        {"contrastive__positives": "sum"},
+        {"contrastive__negatives": "given", "contrastive__symmetric": False},
+    ],
+    ids=["mask", "sum", "given"],
+)
+def test_several_positives_and_given_negatives_train(
+    changes: dict[str, Any], mode: str, chunks: int | None, folder: Path
+) -> None:
+    lines = (folder / "pairs.tsv").read_text().splitlines()
+    queries = [line.partition("\t")[0] for line in lines]
+    several = [queries[n // 4] + line[line.index("\t") :] for n, line in enumerate(lines)]
+    (folder / "pairs.tsv").write_text("\n".join(several) + "\n")
+    settings = {**STILL, "contrastive__global_batch": 16, "train__max_steps": 1, **changes}
+    config = configured(folder, **settings, mode=mode, contrastive__chunk_tokens=chunks)
+    Trainer(config).run()
+    (_, _, found, _, norm_found) = numbers_of(config.train.output_dir)[0]
+    batch, model = first_batch(config)
+    if "contrastive__positives" in changes:
+        assert len({*batch["query_ids"].tolist()}) < 16
+    loss = Objective(config, Chunks()).loss_of(model, batch)
+    loss.backward()
+    gradients = [p.grad.astype("float64") for p in model.parameters() if p.grad is not None]
+    assert found == pytest.approx(float(loss), rel=1e-6)
+    norm = math.sqrt(sum(float((one**2).sum()) for one in gradients))
     assert norm_found == pytest.approx(norm, rel=1e-5)
 
 

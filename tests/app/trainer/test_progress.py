@@ -53,6 +53,13 @@ def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(
         assert stream.getvalue().endswith("peak not measured\n")
 
 
+def test_the_metric_that_chooses_the_best_is_shown() -> None:
+    valid = {"recall@1": 0.1, "recall@10": 0.2, "map": 0.3, "ndcg@10": 0.4, "mrr": 0.5}
+    stream = io.StringIO()
+    Progress(50, stream=stream, best_metric="map").show({**RECORD, "valid": valid})
+    assert stream.getvalue().endswith("recall@1 0.1000  map 0.3000  mrr 0.5000\n")
+
+
 def test_the_log_keeps_what_a_resumed_run_does_not_repeat_and_a_damaged_one_is_refused(
     tmp_path: Path,
 ) -> None:

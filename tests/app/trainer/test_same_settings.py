@@ -43,9 +43,9 @@ data.max_query_tokens=9 data.max_positive_tokens=9 data.valid_pairs=19 data.pool
 data.vocab_size=300 train.max_steps=99 train.learning_rate=0.1 train.warmup_steps=1
 train.decay=cosine train.weight_decay=0.2 train.clip_grad_norm=2.0 train.seed=7 train.log_every=3
 train.save_every=2 train.keep=3 train.resume=auto train.overwrite=true train.measure_plain=true
-train.verify=false train.eval_every=2 train.best_metric=recall@1 train.eval_batch=7
-train.eval_before=false launch.num_ranks=1 data.cache_dir=/other data.train_file=/other.tsv
-train.output_dir=/other
+train.measure=true train.verify=false train.eval_every=2 train.best_metric=recall@1
+train.eval_batch=7 train.eval_before=false launch.num_ranks=1 data.cache_dir=/other
+data.train_file=/other.tsv train.output_dir=/other
 """
 SETTINGS = CHANGED.split()
 VERSIONS: dict[str, tuple[Any, str, Any]] = {

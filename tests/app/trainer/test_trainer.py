@@ -319,7 +319,8 @@ def test_recompute_and_measuring_memory_change_no_bit(
     Trainer(tiny(folder, **plain)).run()
     assert_same_run(folder / "run", folder / "plain")
     monkeypatch.setattr(chunk_search, "measure_step", memory.measure_step)
-    record = Trainer(tiny(folder, train__output_dir=str(folder / "measured"))).run()
+    measured = {"train__measure": True, "train__output_dir": str(folder / "measured")}
+    record = Trainer(tiny(folder, **measured)).run()
     assert record["peak_bytes"] > 1
     assert_same_run(folder / "run", folder / "measured")
 
@@ -328,6 +329,7 @@ def test_recompute_and_measuring_memory_change_no_bit(
 def train_six_layers(folder: str) -> dict[str, Any]:
     shape = {"model__num_layers": 6, "contrastive__global_batch": 32}
     short = {"train__max_steps": 1, "train__eval_before": False, "train__measure_plain": True}
+    short["train__measure"] = True
     return Trainer(tiny(Path(folder), **shape, **short)).run()
 
 
@@ -346,9 +348,36 @@ def test_plain_step_that_does_not_fit(
         return 1 << 20
 
     monkeypatch.setattr(chunk_search, "measure_step", measure_step)
-    record = Trainer(tiny(folder, train__max_steps=1, train__measure_plain=True)).run()
+    both = {"train__measure": True, "train__measure_plain": True}
+    record = Trainer(tiny(folder, train__max_steps=1, **both)).run()
     assert record["plain_peak_bytes"] is None
     assert "1.0 MiB as configured; without recompute, more than there is" in capsys.readouterr().out
+
+
+def test_memory_is_measured_if_asked_and_never_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[bool] = []
+
+    def measure_step(config: Config, *_: Any) -> int:
+        calls.append(config.recompute.enable)
+        return 1 << 40 if config.recompute.enable else 1 << 41
+
+    monkeypatch.setattr(chunk_search, "measure_step", measure_step)
+    short = {"train__eval_before": False, "train__measure_plain": True}
+    Trainer(tiny(folder, **short, train__max_steps=1)).run()
+    assert (calls, "Measuring" in capsys.readouterr().out) == ([], False)  # a CPU
+    measured = {**short, "train__measure": True, "train__overwrite": True}
+    Trainer(tiny(folder, **measured, train__max_steps=1)).run()
+    assert calls == [True, False]
+    more = {**short, "train__measure": True, "train__resume": True}
+    record = Trainer(tiny(folder, **more, train__max_steps=2)).run()
+    assert calls == [True, False]
+    assert (record["peak_bytes"], record["plain_peak_bytes"]) == (1 << 40, 1 << 41)
+    plain = {"recompute__enable": False, "train__output_dir": str(folder / "plain")}
+    capsys.readouterr()
+    Trainer(tiny(folder, train__max_steps=1, train__measure=True, **plain)).run()
+    assert "A step takes 2048.00 GiB; nothing is recomputed\n" in capsys.readouterr().out
 
 
 def test_same_pairs_however_many_micro_batches(folder: Path) -> None:
@@ -454,7 +483,8 @@ def test_skipped_steps_are_told_and_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(step, "TrainStep", NotedTrainStep)
         patch.setattr(chunk_search, "measure_step", memory.measure_step)
-        whole = Trainer(tiny(folder, train__output_dir=str(folder / "whole"), **FLOAT16)).run()
+        other = {"train__output_dir": str(folder / "whole"), "train__measure": True}
+        whole = Trainer(tiny(folder, **other, **FLOAT16)).run()
     # The step whose memory is measured must not be skipped, or AdamW would make no moments.
     *measured, trained = probed
     assert {amp.init_loss_scaling for amp in measured} == {1}

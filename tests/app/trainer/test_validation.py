@@ -142,4 +142,5 @@ def test_ranks_agree(folder: Path) -> None:
     record, early = first
     assert record["best_mrr"] == max(one["mrr"] for one in valid_of(folder / "run").values())
     assert (early["best_ndcg@10"], early["best_step"]) == (-0.1, 2)  # `scripted`: it falls first
+    assert "untrained_ndcg@10" in early  # a row of the table
     assert (early["steps"], early["stopped_early"]) == (4, True)
