@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         apply_recompute,
         forward_count,
         is_recomputing,
+        keep,
         recompute,
         recompute_wrapper,
     )
@@ -90,6 +91,7 @@ __all__ = [
     "find_batch_size",
     "forward_count",
     "is_recomputing",
+    "keep",
     "load_config",
     "load_encoder",
     "patch_fleet",
@@ -136,6 +138,7 @@ _WITH_PADDLE = {
     "plan": "planner",
     "forward_count": "recompute",
     "is_recomputing": "recompute",
+    "keep": "recompute",
     "patch_fleet": "patch",
     "load_encoder": "app.retrieval",
     "recompute": "recompute",

@@ -13,8 +13,10 @@ from paddle_recompute.recompute._storage import PLACES, MakeSlot, Place, Slot, s
 from paddle_recompute.recompute.function import (
     RecomputeOptions,
     recompute,
+    refuse_unknown_options,
     run_recomputed,
 )
+from paddle_recompute.recompute.kept import keep
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
@@ -61,10 +63,12 @@ __all__ = [
     "innermost",
     "is_recomputing",
     "is_treated",
+    "keep",
     "layers_matching",
     "observed",
     "recompute",
     "recompute_wrapper",
+    "refuse_unknown_options",
     "replace_class",
     "run_recomputed",
     "slots",

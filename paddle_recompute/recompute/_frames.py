@@ -49,7 +49,7 @@ from paddle_recompute.recompute._hooks import (
 )
 from paddle_recompute.recompute._inputs import fetch, keep
 from paddle_recompute.recompute._offload import InputStorage
-from paddle_recompute.recompute._repetition import Repetition, checksum
+from paddle_recompute.recompute._repetition import EndOfForward, KeptCall, Repetition, checksum
 from paddle_recompute.replay import Call
 
 
@@ -68,7 +68,11 @@ class FrameTicket(Kept):
         """The tensor, from a second run of the frame."""
         frame = self.frame
         if self.tensor is None:
-            frame.recompute(is_last)
+            try:
+                frame.recompute(is_last)
+            finally:
+                if frame.is_released:  # it failed: Paddle never frees the argument of such a hook
+                    self.frame = _RELEASED
         value = self.take(is_last or not frame.is_released, itself)
         if is_last and not frame.is_released:
             if not self.is_spent:
@@ -106,10 +110,15 @@ class Frame:
 
     observer: ClassVar[Observer | None] = None
 
-    def __init__(self, call: Call) -> None:
-        self.call: Call | None = call
+    def __init__(self, call: Call | None) -> None:
+        self.call = call
         """None: it is released."""
         self._inputs: Any = None
+        self.storage: InputStorage
+        """Keeps its inputs."""
+        self.kept: list[KeptCall] = []
+        """The calls of `keep` in its first run."""
+        self._end_of_forward: KeptCall | None = None
         # Of each tensor that operators saved: what it looked like, its checksum, and the ticket,
         # which the graph alone keeps.
         self.looks: Looks = [], [], [], []
@@ -135,6 +144,7 @@ class Frame:
         """
         call, outer = self.call, innermost()
         assert call is not None
+        self.storage = storage
         if not begin_recording(self):
             raise HooksAreTaken
         try:
@@ -155,9 +165,20 @@ class Frame:
         finally:
             self._is_recording = self._compares_values = False
             end_recording()
+        if self.kept:
+            self._find_end_of_forward(call)
         if self.observer is not None:
             self.observer.recorded(self)
         return outputs
+
+    def _find_end_of_forward(self, call: Call) -> None:
+        """If nothing was saved behind the last call of `keep`, its outputs are not needed."""
+        last = self.kept[-1]
+        is_end = last.part.has_returned and last.num_saved == len(self.tickets)
+        if is_end and not call.compare_values:
+            self._end_of_forward = last
+            if last.is_alone:
+                last.part.outputs = None
 
     @property
     def is_released(self) -> bool:
@@ -166,7 +187,8 @@ class Frame:
 
     def release(self) -> None:
         """Let the inputs go, and what the call holds."""
-        self.call = self._inputs = None
+        self.call = self._inputs = self._end_of_forward = None
+        self.kept = []
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
@@ -239,7 +261,9 @@ class Frame:
     def _recompute(self) -> None:
         call, tickets = self.call, self._live_tickets()
         assert call is not None
-        again = Repetition(self.looks, self.checksums, tickets)
+        again = Repetition(
+            call, self.kept, self._end_of_forward, self.looks, self.checksums, tickets
+        )
         args, kwargs = fetch(self._inputs)
         # Enable gradients first: inside an unpack hook they are disabled, and Paddle ignores hooks
         # that are registered then.
@@ -250,12 +274,18 @@ class Frame:
         hooks = begin_passing_hooks()
         try:
             call.repeat(args, kwargs)
+        except (EndOfForward, Exception):
+            if not again.has_ended:
+                raise
         finally:
             end_passing_hooks(hooks)
             end_recording()
             set_gradients(had_gradients)
-        again.finish(call.name, check=call.check)
+        again.finish()
         self.num_awaited = sum([not ticket.is_spent for ticket in tickets if ticket is not None])
+
+
+_RELEASED = Frame(None)
 
 
 class HooksAreTaken(Exception):
@@ -273,7 +303,7 @@ class _DiscardAll:
 
 def is_inside_a_frame() -> bool:
     """Whether a recomputed function is running, for the first or the second time."""
-    return isinstance(innermost(), _OURS)
+    return innermost() is not None
 
 
 def run_inside_a_repetition(
@@ -293,9 +323,6 @@ def is_inside_a_repetition() -> bool:
     return isinstance(innermost(), (Repetition, _DiscardAll))
 
 
-_OURS = (Frame, Repetition, _DiscardAll)
-
-
 def _pack_of(outer: Recorder | None) -> Callable[[paddle.Tensor], Kept | None] | None:
     """What gives tickets of the `outer` frame, if there is one."""
-    return outer.pack if isinstance(outer, _OURS) else None
+    return None if outer is None else outer.pack

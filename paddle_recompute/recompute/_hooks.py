@@ -198,6 +198,11 @@ def innermost() -> Recorder | None:
     return _thread.recorders[-1] if _thread.recorders else None
 
 
+def enclosing() -> list[Recorder]:
+    """The recorders of this thread, the innermost first."""
+    return _thread.recorders[::-1]
+
+
 def begin_recording(recorder: Recorder) -> bool:
     """From now on, `recorder` gets what the operators of this thread save.
 

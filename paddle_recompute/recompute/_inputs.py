@@ -25,7 +25,7 @@ class Input:
     Not a dataclass, because `map_leaves` would look for tensors inside it.
     """
 
-    __slots__ = ("attributes", "source", "stamp", "stop_gradient")
+    __slots__ = ("attributes", "source", "stamp", "stop_gradient", "what")
 
     def __init__(
         self,
@@ -33,21 +33,23 @@ class Input:
         stop_gradient: bool,
         stamp: Stamp | None = None,
         attributes: dict[str, Any] | None = None,
+        what: str = "An argument",
     ) -> None:
         self.source = source
         self.stop_gradient = stop_gradient
         self.stamp = stamp
         self.attributes = dict(attributes) if attributes else None
         """What the user has put on the tensor (Paddle 3.x), as it was then."""
+        self.what = what
 
     def fetch(self) -> paddle.Tensor:
         source = self.source
         if self.stamp is not None:
             if not is_initialized(source):
-                raise RecomputeError(released(f"An argument ({_named(source)})"))
+                raise RecomputeError(released(f"{self.what} ({_named(source)})"))
             if is_written_since(source, self.stamp):
                 raise RecomputeError(
-                    f"An argument ({_named(source)}) of a recomputed function was changed in place "
+                    f"{self.what} ({_named(source)}) of a recomputed function was changed in place "
                     "between its forward and its backward, so the forward cannot be repeated. Run "
                     "the backward before the change, or change a copy."
                 )
@@ -69,7 +71,10 @@ class Input:
 
 
 def keep(
-    inputs: Any, storage: InputStorage, pack: Callable[[paddle.Tensor], Kept | None] | None
+    inputs: Any,
+    storage: InputStorage,
+    pack: Callable[[paddle.Tensor], Kept | None] | None,
+    what: str = "An argument",
 ) -> Any:
     """`inputs` with every tensor replaced by an `Input` that can restore it.
 
@@ -77,6 +82,7 @@ def keep(
         inputs: The arguments of a call.
         storage: Keeps tensors that no outer frame keeps. Parameters are kept as they are.
         pack: Gives the tickets of the outer frame; None: there is no outer frame.
+        what: What each is, in errors.
     """
     kept: dict[int, Input] = {}
 
@@ -95,7 +101,7 @@ def keep(
         if found is None:
             stamp = stamp_of(leaf) if isinstance(source, paddle.Tensor) else None
             attributes = None if is_parameter(leaf) else _nested.attributes_of(leaf)
-            found = kept[id(leaf)] = Input(source, leaf.stop_gradient, stamp, attributes)
+            found = kept[id(leaf)] = Input(source, leaf.stop_gradient, stamp, attributes, what)
         return found
 
     return _nested.map_leaves(keep_leaf, inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 
@@ -21,24 +21,64 @@ from paddle_recompute._paddle.saved_tensors import (
 )
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import Kept
-from paddle_recompute.replay import REPETITION_ADVICE
+from paddle_recompute.replay import REPETITION_ADVICE, Call, RngState
+
+
+class KeptCall(NamedTuple):
+    """A call of `keep` in the first run of a function.
+
+    Attributes:
+        part: What it has kept.
+        streams: The random streams behind it; None: the function does not restore them.
+        num_saved: How many tensors the function had saved behind it.
+        is_alone: Whether no other recomputed function has it too.
+    """
+
+    part: Any
+    streams: RngState | None
+    num_saved: int
+    is_alone: bool
+
+
+class EndOfForward(BaseException):
+    """Ends a second run at the last call of `keep`, behind which nothing is saved.
+
+    Whatever the function does with it: behind that call, nothing counts.
+    """
 
 
 class Repetition:
     """Keeps what operators save in a second run, and gives it to the tickets of the first.
 
+    Attributes:
+        call: The call that runs.
+        kept: What `keep` kept in its first run, in order.
+        end: That of these at which the run ends; None: it runs to its end.
+        has_ended: Whether it has come there.
+
     Args:
+        call: As above.
+        kept: As above.
+        end: As above.
         looks: Of the tensors that were saved in the first run.
         checksums: Of their values, by number; empty: values are not compared.
         tickets: Of the first run; None where it is not in the graph any more.
     """
 
     __slots__ = ("_checksums", "_difference", "_first", "_is_careful", "_is_matched", "_kept",
-                 "_layouts", "_looks", "_tickets", "_versions")  # fmt: skip
+                 "_layouts", "_looks", "_tickets", "_versions", "call", "end", "has_ended",
+                 "kept")  # fmt: skip
 
     def __init__(
-        self, looks: Looks, checksums: dict[int, int], tickets: Sequence[Kept | None]
+        self,
+        call: Call,
+        kept: Sequence[KeptCall],
+        end: KeptCall | None,
+        looks: Looks,
+        checksums: dict[int, int],
+        tickets: Sequence[Kept | None],
     ) -> None:
+        self.call, self.kept, self.end, self.has_ended = call, iter(kept), end, False
         self._first, self._checksums, self._tickets = looks, checksums, tickets
         self._kept: list[Any] = []
         """Tensors; None where there is no ticket any more."""
@@ -90,18 +130,21 @@ class Repetition:
             place = f"saved tensor {count} of {len(self._tickets)}"
             self._difference = f"{place} {difference}"
 
-    def finish(self, name: str, *, check: bool) -> None:
+    def finish(self) -> None:
         """Compare the two runs, and give the tensors to the tickets.
-
-        Args:
-            name: Of the call, in errors.
-            check: Whether any difference is an error.
 
         Raises:
             RecomputeError: They saved different tensors, and the check is on or a ticket has no
-                tensor.
+                tensor; or it calls `keep` less often.
         """
         kept, num_saved = self._kept, len(self._tickets)
+        if self.has_ended:
+            del kept[num_saved:]
+        elif (skipped := next(self.kept, None)) is not None:
+            raise RecomputeError(
+                f"The second forward of {self.call.name} does not call {skipped.part.name}, its "
+                f"first forward did. {REPETITION_ADVICE}"
+            )
         if not self._is_careful and looks_of(kept) != self._first:
             for count in range(min(len(kept), num_saved)):
                 # What was changed in place since raises when it is asked for.
@@ -112,9 +155,9 @@ class Repetition:
                 f"{num_saved} tensors were saved for the backward, now {len(kept)}"
             )
         is_matched = self._is_matched and len(kept) >= num_saved
-        if self._difference is not None and (check or not is_matched):
+        if self._difference is not None and (self.call.check or not is_matched):
             raise RecomputeError(
-                f"The second forward of {name} is not a repetition of the first: "
+                f"The second forward of {self.call.name} is not a repetition of the first: "
                 f"{self._difference}. {REPETITION_ADVICE}"
             )
         for ticket, tensor, version in zip(self._tickets, kept, self._versions, strict=False):

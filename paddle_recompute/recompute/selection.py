@@ -24,7 +24,7 @@ from paddle_recompute.recompute._fleet import wrap_with_fleet
 from paddle_recompute.recompute._parts import is_cheap, join, named_parts
 from paddle_recompute.recompute.function import RecomputeOptions
 from paddle_recompute.recompute.program.marked_call import Mark
-from paddle_recompute.recompute.treatment import WRAPPED, wrap_part
+from paddle_recompute.recompute.treatment import WRAPPED, keep_part, wrap_part
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -39,6 +39,7 @@ class RecomputeReport:
         left_out: Names that match a pattern but are not wrapped, each with the reason.
         gives_up_outputs: Names of the cheap parts whose outputs a Program recomputes too.
         chosen: What ``checkpoints: auto`` found, as ``"encoder.layers.* (12 x EncoderLayer)"``.
+        kept: Names of the parts inside the wrapped ones that the second forward does not run.
 
     The first step checks the selection: a part that no forward has called, or that the model
     recomputes as well, is named in the log when the step is over, that is when the forward after
@@ -50,6 +51,7 @@ class RecomputeReport:
     left_out: dict[str, str] = field(default_factory=dict)
     gives_up_outputs: tuple[str, ...] = ()
     chosen: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     _first_step: FirstStep | None = field(default=None, repr=False, compare=False)
 
     def verify(self) -> None:
@@ -84,6 +86,7 @@ class RecomputeReport:
                 "" if segment[0] not in self.gives_up_outputs else " (in a Program, its output too)"
             )
             lines.append(f"  {' + '.join(segment)}{note}")
+        lines += [f"  {name}: kept" for name in self.kept]
         lines += [f"  {name}: left out, {reason}" for name, reason in self.left_out.items()]
         return "\n".join(lines)
 
@@ -111,9 +114,13 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     Returns:
         The parts that were wrapped, and those that were left out, with the reason.
 
+    Of parts that ``config.keep`` selects inside of the wrapped ones, every call is a `keep`. Its
+    patterns may name methods of Layers, too (``encoder.layers.*.self_attn.attend``).
+
     Raises:
-        SelectionError: A pattern matches nothing (the message names similar parts), or a part is
-            already wrapped. The model is then unchanged.
+        SelectionError: A pattern matches nothing (the message names similar parts), a part is
+            already wrapped, or one to keep is in none that is recomputed. The model is then
+            unchanged.
         ConfigError: Raised by the first forward in dygraph: ``policy: segments`` joins parts of a
             Program only.
 
@@ -153,6 +160,8 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     left_out.update({name: f"policy {config.policy}" for name in candidates if name not in chosen})
     wrapped = tuple(name for name in candidates if name in chosen)
     cheap = tuple(name for name in wrapped if is_cheap(parts[name]))
+    kept = _kept(parts, aliases, config.keep, wrapped)
+    wrapping: object = model
     if config.engine == "fleet":
         cheap = ()
         wrap_with_fleet({name: parts[name] for name in wrapped}, config.preserve_rng_state)
@@ -165,16 +174,19 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
                 listed(cheap),
             )
         options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
+        wrapping = options if wrapped else model  # the parts alone have the options
         owners = dict(model.named_sublayers(include_self=True))
         for names in segments:
             segment = names[-1] if len(names) > 1 else ""
             for position, name in enumerate(names):
                 mark = Mark(segment, continues=position > 0, gives_up_outputs=name in cheap)
                 wrap_part(owners, name, parts[name], options, mark)
+        for name in kept:
+            keep_part(owners, name)
     now = named_parts(model)[0]  # functions have become `RecomputedFunction`s
     watched = {name: now[name] for name in wrapped}
-    first_step = FirstStep(model, watched, is_ours=config.engine != "fleet")
-    return RecomputeReport(wrapped, segments, left_out, cheap, found, first_step)
+    first_step = FirstStep(model, watched, wrapping, is_ours=config.engine != "fleet")
+    return RecomputeReport(wrapped, segments, left_out, cheap, found, kept, first_step)
 
 
 def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:
@@ -186,6 +198,30 @@ def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:
     if config.checkpoints != [AUTO]:
         parts, aliases = named_parts(model)
         _matches(parts, aliases, config.checkpoints)
+
+
+def _kept(
+    parts: dict[str, Any], aliases: dict[str, str], patterns: list[str], wrapped: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The parts, and methods of parts, that `patterns` of ``keep`` select inside of the `wrapped`.
+
+    Raises:
+        SelectionError: A pattern matches nothing, or something else.
+    """
+    methods: dict[str, Any] = {}
+    for pattern in patterns:
+        owner, _, method = pattern.rpartition(".")
+        for name, part in parts.items():
+            if _glob(owner).fullmatch(name) and callable(getattr(type(part), method, None)):
+                methods[f"{name}.{method}"] = None
+    found = _matches({**parts, **methods}, aliases, patterns, "keep") if patterns else []
+    for name in found:
+        if not name.startswith(tuple(f"{outer}." for outer in wrapped)):
+            raise SelectionError(
+                f"keep selects '{name}', which is in no recomputed part ({listed(wrapped)})"
+            )
+    inside = _inside_another(found)
+    return tuple(name for name in found if name not in inside)
 
 
 def layers_matching(model: paddle.nn.Layer, patterns: list[str]) -> list[str]:
@@ -242,14 +278,16 @@ _POLICIES: dict[str, Callable[[list[str], RecomputeConfig], Segments]] = {
 # ------------------------------------------------------------------------------------ patterns
 
 
-def _matches(parts: dict[str, Any], aliases: dict[str, str], patterns: list[str]) -> list[str]:
-    """The names that some pattern matches, in the model's order."""
+def _matches(
+    parts: dict[str, Any], aliases: dict[str, str], patterns: list[str], option: str = "checkpoints"
+) -> list[str]:
+    """The names that some pattern of `option` matches, in the model's order."""
     matched: set[str] = set()
     for pattern in patterns:
         expression = _glob(pattern)
         names = {name for name in (*parts, *aliases) if expression.fullmatch(name)}
         if not names:
-            raise SelectionError(_no_match(pattern, list(parts)))
+            raise SelectionError(_no_match(option, pattern, list(parts)))
         matched |= {aliases.get(name, name) for name in names}
     for name in list(matched):
         if is_container(parts[name]):
@@ -257,7 +295,7 @@ def _matches(parts: dict[str, Any], aliases: dict[str, str], patterns: list[str]
             matched |= {aliases.get(member, member) for member in _members(parts[name], name)}
     if not matched:
         raise SelectionError(
-            f"checkpoints: {', '.join(map(repr, patterns))} selects only containers "
+            f"{option}: {', '.join(map(repr, patterns))} selects only containers "
             "without members, which are never called; name Layers that the model calls"
         )
     return [name for name in parts if name in matched]
@@ -279,11 +317,11 @@ def _glob(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(meaning.get(piece, re.escape(piece)) for piece in pieces))
 
 
-def _no_match(pattern: str, names: list[str]) -> str:
+def _no_match(option: str, pattern: str, names: list[str]) -> str:
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
     listed = ", ".join(f"'{name}'" for name in near)
     return (
-        f"checkpoints: the pattern '{pattern}' matches no sublayer of the model. "
+        f"{option}: the pattern '{pattern}' matches no sublayer of the model. "
         + (f"Sublayers with similar names: {listed}. " if near else "The model has no sublayers. ")
         + "'*' matches within one name between dots, '**' crosses dots; "
         "model.named_sublayers() lists all names."

@@ -11,10 +11,12 @@ from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._fleet import FleetRecomputeLayer
 from paddle_recompute.recompute._parts import named_parts
 from paddle_recompute.recompute.function import RecomputeOptions
+from paddle_recompute.recompute.kept import KeptFunction, keeping
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
     WrappedLayer,
+    replace_class,
     wrap,
 )
 from paddle_recompute.recompute.program.marked_call import Mark
@@ -63,6 +65,18 @@ def wrap_part(
         setattr(owners[owner_name], attribute, RecomputedFunction(part, options, name, mark))
 
 
+def keep_part(owners: Mapping[str, paddle.nn.Layer], name: str) -> None:
+    """Keep the Layer, or the method or function of a Layer, called `name`."""
+    owner_name, _, attribute = name.rpartition(".")
+    owner = owners[owner_name]
+    if name in owners:
+        replace_class(owners[name], keeping("__call__"))
+    elif attribute in vars(owner):
+        setattr(owner, attribute, KeptFunction(getattr(owner, attribute)))
+    else:
+        replace_class(owner, keeping(attribute))
+
+
 def is_treated(model: paddle.nn.Layer) -> str | None:
     """The name of the first part of `model` that is wrapped already; None if none is."""
     for name, part in named_parts(model)[0].items():
@@ -84,7 +98,7 @@ def undo_recompute(model: paddle.nn.Layer) -> None:
     """Undo all wrapping of Layers and functions of `model`."""
     for layer in model.sublayers(include_self=True):
         for attribute, value in list(vars(layer).items()):
-            if isinstance(value, RecomputedFunction):
+            if isinstance(value, RecomputedFunction | KeptFunction):
                 setattr(layer, attribute, value.function)
         while isinstance(layer, WrappedLayer):
             if isinstance(layer, FleetRecomputeLayer):

@@ -2,6 +2,7 @@
 
 from paddle_recompute.replay.call import REPETITION_ADVICE, Call, is_recomputing, name_of
 from paddle_recompute.replay.called_layers import on_every_call
+from paddle_recompute.replay.layer_state import StateAfter
 from paddle_recompute.replay.model_stamp import ModelStamp
 from paddle_recompute.replay.random_streams import Draws, RngState
 from paddle_recompute.replay.reach import Reach, layers_of
@@ -24,6 +25,7 @@ __all__ = [
     "Reach",
     "RngState",
     "Stamp",
+    "StateAfter",
     "is_recomputing",
     "is_written_since",
     "layers_of",

@@ -22,7 +22,7 @@ from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
 from paddle_recompute.replay.flags import flag_of, put_back_flags
 from paddle_recompute.replay.layer_state import LayerState
-from paddle_recompute.replay.random_streams import Draws
+from paddle_recompute.replay.random_streams import Draws, RngState
 from paddle_recompute.replay.reach import Reach
 from paddle_recompute.replay.snapshot import Undo
 
@@ -155,6 +155,15 @@ class Call:
             self._draws.read_host()
         self._reach.add_called(layer)
         self._layers.add_called(layer, with_statistics=self._reach.reads_statistics)
+
+    def streams_now(self) -> RngState | None:
+        """In `first`: the random streams now, for `go_on_from`; None: `repeat` leaves them."""
+        return None if self._draws is None else self._draws.now()
+
+    def go_on_from(self, streams: RngState | None) -> None:
+        """In `repeat`: draw from here on what `first` drew behind `streams`."""
+        if self._draws is not None and streams is not None:
+            self._draws.go_on_from(streams)
 
     def captured_with_graph(self) -> Iterator[tuple[str, paddle.Tensor]]:
         """See `Reach`."""

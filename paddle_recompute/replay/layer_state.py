@@ -19,6 +19,7 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import (
     BATCH_NORMS,
     BUFFERS,
@@ -30,6 +31,7 @@ from paddle_recompute._paddle.layers import (
     own_parameters,
     set_own_parameters,
 )
+from paddle_recompute._paddle.writes import address_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
@@ -60,7 +62,7 @@ class _Buffer:
         """Drop the copy if it is large and the Layer's tensor (`now`) is unchanged."""
         copy = self._copy
         assert copy is not None
-        if math.prod(copy.shape) * copy.element_size() <= SMALL_BYTES:
+        if _num_bytes(copy) <= SMALL_BYTES:
             return
         if self.is_unchanged(now):
             self._copy = None
@@ -321,6 +323,58 @@ class LayerState:
             buffers.update(content)
 
 
+class StateAfter:
+    """What a part of a forward leaves in the Layers that it calls: their buffers, and tensors that
+    it assigns to them.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[paddle.nn.Layer, dict[str, Any], dict[str, Any]]] = {}
+        self._after: list[tuple[dict[str, Any], dict[str, Any], str, Any]] = []
+
+    def begin(self, owner: object) -> None:
+        """The part, a method of `owner` maybe, begins; `end` must follow."""
+        if isinstance(owner, paddle.nn.Layer):
+            self._note(owner)
+        begin_reporting(self._before, self._note)
+
+    def _note(self, layer: paddle.nn.Layer) -> None:
+        large = {
+            name: (tensors[name], _writes.stamp(tensors[name]))
+            for tensors, names in non_trained_state(layer)
+            for name in names
+            if is_initialized(tensors[name]) and _num_bytes(tensors[name]) > SMALL_BYTES
+        }
+        self._before[id(layer)] = layer, dict(vars(layer)), large
+
+    def end(self) -> None:
+        """The part has ended. Large buffers are copied only if they have changed."""
+        end_reporting()
+        for layer, before, large in self._before.values():
+            attributes = vars(layer)
+            for entries, names in (*non_trained_state(layer), (attributes, [*attributes])):
+                for name in names:
+                    value, (was, stamp) = entries[name], large.get(name, (before.get(name), None))
+                    if value is was and (stamp is None or not _writes.is_written_since(was, stamp)):
+                        continue
+                    if any(map(is_initialized, _nested.tensors_in(value))):
+                        copy = _nested.map_tensors(_copy, value)
+                        self._after.append((attributes, entries, name, copy))
+        self._before = {}
+
+    def write(self) -> None:
+        """In the second forward, behind the part that it does not run."""
+        for attributes, entries, name, value in self._after:
+            attributes.pop(name, None)  # a None there hides a buffer
+            entries[name] = _nested.map_tensors(_copy, value)
+
+    def parameters(self) -> set[int | None]:
+        """The addresses of the parameters of the Layers."""
+        layers = [layer for layer, _, _ in self._before.values()]
+        values = _flat(own_parameters(layer).values() for layer in layers)
+        return {address_of(one) for one in values if one is not None}
+
+
 _flat = itertools.chain.from_iterable
 _parameters_of, _buffers_of = map(operator.itemgetter, ("_parameters", BUFFERS))
 
@@ -380,6 +434,10 @@ class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
 
     def items(self) -> Any:
         return [(name, self[name]) for name in self]
+
+
+def _num_bytes(tensor: paddle.Tensor) -> int:
+    return int(math.prod(tensor.shape) * tensor.element_size())
 
 
 def _copy(tensor: paddle.Tensor) -> paddle.Tensor:

@@ -112,6 +112,17 @@ class Draws:
             self.of_the_host = True
             self._start = (*self._start[:2], np.random.get_state(), random.getstate())
 
+    def now(self) -> RngState:
+        """During the call: the states now."""
+        host = (np.random.get_state(), random.getstate()) if self.of_the_host else (None, None)
+        return RngState(generator_states(), tracker_states(), *host)
+
+    def go_on_from(self, state: RngState) -> None:
+        """In the repetition: let the streams that it has started again go on from `state`."""
+        if self.moves:
+            pairs = zip(self._start, state, strict=True)
+            RngState(*(None if start is None else one for start, one in pairs)).restore()
+
     def _begin(self) -> None:
         """Note the calls of other threads that run at the same time, until `_end`."""
         self._thread, self._is_alone = threading.get_ident(), True

@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.static import native
-from paddle_recompute._paddle.static.attributes import CLAIMED, GIVES_UP, SCOPE
+from paddle_recompute._paddle.static.attributes import CLAIMED, GIVES_UP, KEPT, SCOPE
 from paddle_recompute.errors import StaticGraphError
 
 
@@ -69,21 +69,42 @@ def recomputed_call(layer: str, *, continues: bool, gives_up_outputs: bool) -> I
             "operators Paddle runs once; put recompute around the cond or while, or take it away"
         )
     own.refuse_other_backwards()
-    program = paddle.static.default_main_program()
-    before = own.operations(program)
+    before = own.operations(paddle.static.default_main_program())
     _inside_a_call = True
     try:
-        yield
+        with _added() as added:
+            yield
     finally:
         _inside_a_call = False
     calls = {own.text_attribute(one, SCOPE) for one in before}
     name = _name_of_call(layer, calls, continues=continues)
-    known = {own.identity(one) for one in before}
-    for operation in own.operations(program):
-        if own.identity(operation) not in known and own.computes(operation):
-            own.write_text(operation, SCOPE, name)
-            if gives_up_outputs:
-                own.write_text(operation, GIVES_UP, "yes")
+    for operation in added:
+        own.write_text(operation, SCOPE, name)
+        if gives_up_outputs:
+            own.write_text(operation, GIVES_UP, "yes")
+
+
+@contextlib.contextmanager
+def kept_operators() -> Iterator[None]:
+    """What is added to the Program inside is not computed again in a recomputed call."""
+    with _added() as added:
+        yield
+    for operation in added:
+        native().write_text(operation, KEPT, "yes")
+
+
+@contextlib.contextmanager
+def _added() -> Iterator[list[Any]]:
+    """The operators that are added to the Program inside, and compute something; filled behind."""
+    own, program = native(), paddle.static.default_main_program()
+    known = {own.identity(one) for one in own.operations(program)}
+    added: list[Any] = []
+    yield added
+    added += [
+        one
+        for one in own.operations(program)
+        if own.identity(one) not in known and own.computes(one)
+    ]
 
 
 def has_marks(program: paddle.static.Program) -> bool:

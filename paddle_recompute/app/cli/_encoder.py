@@ -106,10 +106,17 @@ def encode(folder: str, output: str, text_file: str, **options: Any) -> None:
         is_flag=True,
         help="A document with the id of the query is no candidate for it (ArguAna, Quora).",
     ),
+    click.option(
+        "--strict",
+        is_flag=True,
+        help="Refuse judgements of unknown queries or documents, and repeated ones.",
+    ),
     _batch_size,
     as_json,
 )
-def evaluate(folder: str, data: str, split: str, as_json: bool, **options: Any) -> None:
+def evaluate(
+    folder: str, data: str, split: str, strict: bool, as_json: bool, **options: Any
+) -> None:
     """Measure retrieval on judged queries.
 
     For example: paddle-recompute evaluate --model outputs/run --data scifact
@@ -121,7 +128,7 @@ def evaluate(folder: str, data: str, split: str, as_json: bool, **options: Any) 
     from paddle_recompute.app.data import read_judged
     from paddle_recompute.app.retrieval import evaluate_encoder, load_encoder
 
-    judged = read_judged(data, split=split)
+    judged = read_judged(data, split=split, strict=strict)
     encoder = load_encoder(folder)
     total = len(judged.queries) + len(judged.pool)
     with tqdm(total=total, unit="text", desc="encode", disable=None) as bar:

@@ -138,6 +138,8 @@ def _fitted(path: Path, file: Path, model: Path | None) -> str:
     found = read_pairs(path, on_bad_line="skip")
     if found.skipped:
         click.echo(f"{len(found.skipped)} lines are no pairs, the first: {found.skipped[0]}")
+    for note in found.notes:
+        click.echo(note)
     pairs = list(dict.fromkeys(found.pairs))
     count = len(pairs)
     if count < _FEWEST_PAIRS:

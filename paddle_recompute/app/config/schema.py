@@ -113,6 +113,18 @@ def _largest_dim_is_the_vector(v: Values) -> Broken:
         )
 
 
+def _copies_need_dropout(v: Values) -> Broken:
+    file, is_own = v["data.train_file"], ":" in v["model.name"]
+    if file is None or is_own or ".txt" not in Path(file).suffixes[-2:]:
+        return
+    if not (v["model.hidden_dropout"] or v["model.attention_dropout"]):
+        yield (
+            "model.hidden_dropout",
+            "must be above 0 with one text per line (data.train_file: .txt): the two vectors of a "
+            "text differ by dropout alone",
+        )
+
+
 RecomputeSection = section_of(
     RecomputeConfig,
     checkpoints=Annotated[list[str], Field(min_length=1), BeforeValidator(_auto_is_a_list)],
@@ -144,6 +156,7 @@ class Config(Section):
         _a_chunk_holds_a_text,
         _texts_fit_the_model,
         _largest_dim_is_the_vector,
+        _copies_need_dropout,
     )
 
     mode: Literal["dygraph", "static"] = "dygraph"

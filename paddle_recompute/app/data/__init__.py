@@ -2,8 +2,9 @@
 
 from paddle_recompute.app.data.cedict import mine_cedict
 from paddle_recompute.app.data.judged import JudgedQueries, read_judged
-from paddle_recompute.app.data.loader import PairLoader, build_loader
-from paddle_recompute.app.data.pairs import Pair, parsed, read_pairs
+from paddle_recompute.app.data.lines import parsed
+from paddle_recompute.app.data.loader import PairLoader, Position, build_loader
+from paddle_recompute.app.data.pairs import Pair, read_pairs
 from paddle_recompute.app.data.prepare import (
     PreparedData,
     Source,
@@ -19,6 +20,7 @@ __all__ = [
     "Pair",
     "PairLoader",
     "PairTokenizer",
+    "Position",
     "PreparedData",
     "Source",
     "Split",

@@ -297,6 +297,7 @@ def _read(
         max_file=config.max_file,
         negatives=(least if name == "train_file" else 0, most),
     )
+    account.notes += found.notes
     account.sources[f"data.{name}"] = Source(str(path), found.sha256)
     shown = "; ".join(found.skipped[:_SHOWN_REASONS])
     more = len(found.skipped) - _SHOWN_REASONS

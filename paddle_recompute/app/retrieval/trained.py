@@ -360,8 +360,9 @@ def evaluate_encoder(
         progress: Called after every batch with its number of texts.
 
     Returns:
-        For JSON: ``metrics`` (see `retrieval_metrics`), ``queries``, ``pool_size``, ``judgements``
-        (answers of all queries), ``model``, ``step`` and ``notes``.
+        For JSON: ``metrics`` (see `retrieval_metrics`), ``queries``, ``pool_size``, ``tied``
+        (queries with candidates that score as much as an answer), ``judgements`` (answers of all
+        queries), ``model``, ``step`` and ``notes``.
 
     Raises:
         DataError: A vector is not finite; or an answer has the id of its query and is excluded.
@@ -389,7 +390,12 @@ def evaluate_encoder(
         ks=KS,
         excluded=np.array(judged.same_id) if exclude_same_id else None,
     )
-    sizes = {name: int(found.pop(name)) for name in ("queries", "pool_size")}
+    sizes = {name: int(found.pop(name)) for name in ("queries", "pool_size", "tied")}
+    if tied := sizes["tied"]:
+        notes.append(
+            f"{tied} queries have candidates with the score of an answer; ties count against the "
+            "model"
+        )
     return {
         "metrics": found,
         **sizes,

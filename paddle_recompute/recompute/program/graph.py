@@ -14,7 +14,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.static.attributes import SCOPE
+from paddle_recompute._paddle.static.attributes import KEPT, SCOPE
 from paddle_recompute.recompute.program import operators as _operators
 
 
@@ -133,6 +133,8 @@ class Graph(abc.ABC):
 
     def why_kept(self, position: int) -> str | None:
         """Why the operator's outputs must be kept, in words; None if it may run twice."""
+        if self.text(position, KEPT) is not None:
+            return "keep() keeps it"
         return _operators.why_kept(self._native, self.operators[position])
 
     def mask(self, position: int) -> str | None:

@@ -76,7 +76,7 @@ def write_tokenizer(folder: Path, kind: str) -> tokenizers.Tokenizer:
     """``tokenizer.json`` with the special tokens that the architecture has."""
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     around = "[CLS] $A [SEP]"
-    if KINDS[kind].get("pad_token_id"):
+    if KINDS[kind].get("pad_token_id") == 1:
         names, around = SPECIAL, "<s> $A </s>"
     elif kind.startswith("qwen"):
         # What ends a text is what pads it, as Qwen has it; <s> stands around no text.

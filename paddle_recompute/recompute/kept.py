@@ -1,0 +1,384 @@
+"""`keep`: a part of a recomputed function that its second forward does not run.
+
+Of what the operators of the part save for their backward, that which lies in the memory of an
+argument becomes a ticket as elsewhere: the second forward computes the argument again, and packs a
+view of it. The rest is kept, and so are the outputs. A part that is one matrix product, or a fused
+attention, so costs the bytes of its outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _nested
+from paddle_recompute._nested import describe
+from paddle_recompute._paddle.saved_tensors import (
+    Look,
+    dtype_of,
+    look_of,
+    version_of,
+    with_layout,
+)
+from paddle_recompute._paddle.static.marks import kept_operators
+from paddle_recompute._paddle.translation import never_translate
+from paddle_recompute._paddle.version import is_dygraph
+from paddle_recompute._paddle.writes import address_of
+from paddle_recompute.errors import RecomputeError
+from paddle_recompute.recompute import _inputs
+from paddle_recompute.recompute._frames import Frame, is_inside_a_repetition
+from paddle_recompute.recompute._hooks import (
+    Kept,
+    Recorder,
+    begin_recording,
+    enclosing,
+    end_recording,
+)
+from paddle_recompute.recompute._offload import InputStorage, OnDevice
+from paddle_recompute.recompute._repetition import EndOfForward, KeptCall, Repetition
+from paddle_recompute.recompute.layer import WrappedLayer
+from paddle_recompute.replay import REPETITION_ADVICE, StateAfter, is_written_since, name_of
+from paddle_recompute.replay import stamp as stamp_of
+
+
+@paddle.jit.not_to_static
+def keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function(*args, **kwargs)``; inside a recomputed function, once instead of twice.
+
+    The second forward of the recomputed function does not run `function`: it takes the outputs of
+    the first one. The backward of `function` uses what its operators saved in the first forward.
+    Kept until then are the outputs and what the operators saved, without what lies in the memory of
+    an argument: a linear layer costs the bytes of its output. Random streams, buffers of the Layers
+    that `function` calls, and tensors that it assigns to them, go on as behind the first call.
+    Anywhere else, and in the second forward of `GradCache` and `OffloadSequential`, this is the
+    plain call.
+
+    In a Program the operators of `function` are not copied into the backward.
+
+    Args:
+        function: A Layer or any callable. Other changes that it makes, to lists or numbers, are not
+            made again; the recomputed function must not read them.
+        *args: Its arguments. Hand in large tensors here: one that `function` captures is kept.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        RecomputeError: `function` changes an argument in place; or, raised by the backward, an
+            output was changed in place, or the second forward does not repeat the calls of `keep`.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_recompute import keep, recompute
+        >>> up, down = paddle.nn.Linear(4, 16), paddle.nn.Linear(16, 4)
+        >>> y = recompute(lambda x: x + keep(down, up(x).tanh()), paddle.ones([2, 4]))
+        >>> y.sum().backward()
+    """
+    if not is_dygraph():
+        with kept_operators():
+            return function(*args, **kwargs)
+    recorders = enclosing()
+    if is_inside_a_repetition():
+        repetition = next(one for one in recorders if isinstance(one, Repetition))
+        if not repetition.has_ended:
+            return _again(repetition, recorders[0], function, args, kwargs)
+    frames = [*itertools.takewhile(lambda one: isinstance(one, Frame), recorders)]
+    return _first(frames, function, args, kwargs) if frames else function(*args, **kwargs)
+
+
+never_translate(keep)
+
+
+class KeptFunction:
+    """A function that a Layer holds as an attribute; its calls are a `keep`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's own call, kept."""
+        return keep(self.function, *args, **kwargs)
+
+
+@functools.cache
+def keeping(method: str) -> type[WrappedLayer]:
+    """What wraps a Layer so that the calls of its `method` are a `keep`."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return keep(getattr(super(wrapping, self), method), *args, **kwargs)
+
+    members = {method: call, "__module__": __name__}
+    wrapping: type[WrappedLayer] = type(f"Keeping_{method}", (WrappedLayer,), members)
+    return wrapping
+
+
+def __getattr__(name: str) -> Any:  # a pickle looks for the class of `keeping` here
+    if name.startswith("Keeping_"):
+        return keeping(name.removeprefix("Keeping_"))
+    raise AttributeError(name)
+
+
+class _Part:
+    """One call of `keep` in a first forward.
+
+    Attributes:
+        name: Of its function, in errors.
+        given: The dtypes and shapes of the tensors among its arguments.
+        ties: Of each of its tickets: which of these has the tensor in its memory, their looks.
+        outputs: A `_Tied` or `_inputs.Input` for each tensor; None: they are not needed.
+        state: Of the Layers that it calls, as it leaves them.
+        has_returned: Whether its first forward did; if it raised, it runs again.
+    """
+
+    __slots__ = ("given", "has_returned", "name", "outputs", "state", "ties")
+
+    def __init__(self, function: Callable[..., Any], given: list[paddle.Tensor]) -> None:
+        self.name = f"keep({name_of(function)})"
+        self.given = [*map(_kind_of, given)]
+        self.ties: list[tuple[int, Look, Look]] = []
+        self.outputs: Any = None
+        self.state = StateAfter()
+        self.has_returned = False
+
+
+def _first(
+    frames: list[Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a part in the first forward of `frames`, the innermost first."""
+    given = [*_nested.tensors_in((args, kwargs))]
+    stamps = [*map(stamp_of, given)]
+    part = _Part(function, given)
+    recorder = _Keeping(frames[0], given, part.ties)
+    part.state.begin(getattr(function, "__self__", None))
+    begin_recording(recorder)
+    try:
+        outputs = function(*args, **kwargs)
+        for tensor, stamp in zip(given, stamps, strict=True):
+            if is_written_since(tensor, stamp):
+                raise RecomputeError(
+                    f"{part.name} changes an argument ({describe(tensor)}) in place, which the "
+                    "second forward, that does not run it, would not do. Let it change a copy."
+                )
+        part.outputs = recorder.keep_outputs(outputs, frames[-1].storage, part)
+        part.has_returned = True
+    finally:
+        end_recording()
+        part.state.end()
+        for frame in frames:
+            frame.kept.append(
+                KeptCall(part, frame.call.streams_now(), len(frame.tickets), len(frames) == 1)
+            )
+    return outputs
+
+
+def _again(
+    repetition: Repetition,
+    recorder: Recorder,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The outputs of a part, in a second forward; `recorder` gets what its tickets stand for."""
+    given = [*_nested.tensors_in((args, kwargs))]
+    name, kinds = f"keep({name_of(function)})", [*map(_kind_of, given)]
+    kept = next(repetition.kept, None)
+    if kept is None or (kept.part.name, kept.part.given) != (name, kinds):
+        raise RecomputeError(
+            f"The second forward calls {name} with {_shown(kinds)}, where its first forward called "
+            f"{'no keep' if kept is None else f'{kept.part.name} with {_shown(kept.part.given)}'}. "
+            f"{REPETITION_ADVICE}"
+        )
+    part: _Part = kept.part
+    if not part.has_returned:
+        begin_recording(_Keeping(recorder, given, []))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            end_recording()
+    for position, was, look in part.ties:
+        recorder.pack(_over(given[position], was, look))
+    if kept is repetition.end:
+        repetition.has_ended = True
+        raise EndOfForward
+    repetition.call.go_on_from(kept.streams)
+    part.state.write()
+
+    def fetch(leaf: Any) -> Any:
+        if type(leaf) is not _Tied:
+            return leaf
+        tensor = given[leaf.position]
+        if leaf.look is None:
+            return tensor
+        tensor = _over(tensor, leaf.was, leaf.look)
+        tensor.stop_gradient = leaf.stop_gradient
+        return tensor
+
+    return _nested.map_leaves(fetch, _inputs.fetch(part.outputs))
+
+
+class _Tied:
+    """An output that is an argument (`look`: None), or lies in the memory of one."""
+
+    __slots__ = ("look", "position", "stop_gradient", "was")
+
+    def __init__(self, position: int, was: Look, look: Look | None, stop_gradient: bool) -> None:
+        self.position, self.was, self.look, self.stop_gradient = position, was, look, stop_gradient
+
+
+class _Keeping:
+    """Receives what the operators of a part save.
+
+    Args:
+        recorder: Gives the tickets of what lies in the memory of an argument.
+        given: The tensors among the arguments.
+        ties: See `_Part`.
+    """
+
+    def __init__(
+        self, recorder: Recorder, given: list[paddle.Tensor], ties: list[tuple[int, Look, Look]]
+    ) -> None:
+        self._recorder, self._given, self._ties = recorder, given, ties
+        self._looks = [*map(look_of, given)]
+        self._memories = [*map(_memory_of, given)]
+        self._kept: list[weakref.ref[_Waiting]] = []
+
+    def pack(self, tensor: paddle.Tensor) -> Kept | None:
+        position, look = self._where(tensor)
+        if position is None:
+            kept = _Waiting(tensor)
+            self._kept.append(weakref.ref(kept))
+            return kept
+        self._ties.append((position, self._looks[position], look))
+        return self._recorder.pack(tensor)
+
+    def _where(self, tensor: paddle.Tensor) -> tuple[int | None, Look]:
+        """Which argument has all elements of `tensor` in its memory; and the look of `tensor`."""
+        look, memory = look_of(tensor), _memory_of(tensor)
+        for position, (was, one) in enumerate(zip(self._looks, self._memories, strict=True)):
+            if one is not None and one == memory and _covers(was, look, tensor.element_size()):
+                return position, look
+        return None, look
+
+    def keep_outputs(self, outputs: Any, storage: InputStorage, part: _Part) -> Any:
+        """The `outputs` of `part` for the second forward, where `storage` keeps tensors; there it
+        also sends what was saved.
+        """
+
+        def tied(leaf: Any) -> Any:
+            if not _nested.is_tensor(leaf):
+                return leaf
+            for position, (tensor, was) in enumerate(zip(self._given, self._looks, strict=True)):
+                if tensor is leaf:
+                    return _Tied(position, was, None, leaf.stop_gradient)
+            where, look = self._where(leaf)
+            if where is None:
+                return leaf
+            return _Tied(where, self._looks[where], look, leaf.stop_gradient)
+
+        once = _Once(storage)
+        for reference in self._kept if not isinstance(storage, OnDevice) else ():
+            if (kept := reference()) is not None:
+                kept.send(once, part.state.parameters())
+        what = f"An output of {part.name}"
+        return _inputs.keep(_nested.map_leaves(tied, outputs), once, None, what)
+
+
+class _Once:
+    """A storage that keeps a tensor once, which operators have saved and a part returns."""
+
+    def __init__(self, storage: InputStorage) -> None:
+        self._storage = storage
+        self._kept: dict[Any, Any] = {}
+
+    def keep(self, tensor: paddle.Tensor) -> Any:
+        key = address_of(tensor), str(look_of(tensor))
+        if key not in self._kept:
+            self._kept[key] = self._storage.keep(tensor)
+        return self._kept[key]
+
+
+class _Waiting(Kept):
+    """What a part keeps: on the device, or where the inputs of its function wait."""
+
+    __slots__ = ("_away", "_stop_gradient")
+
+    def __init__(self, tensor: paddle.Tensor) -> None:
+        super().__init__(tensor)
+        self._away: Any = None
+
+    def send(self, storage: InputStorage, parameters: set[int | None]) -> None:
+        """Wait in `storage`; a tensor at an address of `parameters` stays."""
+        tensor = self.tensor
+        assert tensor is not None
+        if version_of(tensor) != self.version or address_of(tensor) in {None, *parameters}:
+            return
+        kept = storage.keep(tensor)
+        if not _nested.is_tensor(kept):
+            self._away, self._stop_gradient = kept, tensor.stop_gradient
+            self.layout, self.tensor = look_of(tensor), None
+
+    def value(self, is_last: bool, itself: bool = False) -> paddle.Tensor:
+        """See `Kept`."""
+        if self.tensor is None and self._away is not None:
+            tensor = self._away.load()
+            tensor.stop_gradient = self._stop_gradient
+            self.keep(tensor)
+        if is_last:
+            self._away = None
+        return super().value(is_last, itself)
+
+
+# ------------------------------------------------------------------------------- looks and memory
+
+
+def _kind_of(tensor: paddle.Tensor) -> tuple[Any, list[int]]:
+    return dtype_of(tensor), tensor.shape
+
+
+def _shown(kinds: list[tuple[Any, list[int]]]) -> str:
+    return f"tensors of the shapes {[[*shape] for _, shape in kinds]}"
+
+
+def _memory_of(tensor: paddle.Tensor) -> int | None:
+    """The address at which the memory begins that `tensor` is in; None: it has none."""
+    address = address_of(tensor)
+    return None if address is None or not tensor.size else address - tensor.offset
+
+
+def _covers(whole: Look, part: Look, itemsize: int) -> bool:
+    """Whether every element of a tensor is one of another in the same memory, which looks like it
+    or has no gaps.
+    """
+    if whole == part:
+        return True
+    dtype, strides, offset, shape = whole
+    if dtype != part[0] or strides is not None or part[2] < offset:
+        return False
+    last = sum((n - 1) * step for n, step in zip(part[3], _strides_of(part), strict=True))
+    return bool(part[2] + last * itemsize < offset + math.prod(shape) * itemsize)
+
+
+def _strides_of(look: Look) -> Any:
+    _, strides, _, shape = look
+    if strides is None:
+        return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return strides
+
+
+def _over(tensor: paddle.Tensor, was: Look, look: Look) -> paddle.Tensor:
+    """The tensor of `look` in the memory of `tensor`, of which it lay in that of the look `was`."""
+    if look == was:
+        return tensor
+    flag = "FLAGS_use_stride_kernel"
+    with paddle.no_grad():
+        memory = with_layout(tensor.detach(), was)
+        if paddle.get_flags(flag)[flag]:
+            return paddle.as_strided(memory, look[3], _strides_of(look), look[2])
+        return paddle.reshape(memory, look[3])
