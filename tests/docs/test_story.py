@@ -1,4 +1,6 @@
-"""The tutorial for encoders, from pairs to a second round with hard negatives: all its commands."""
+"""The tutorials for encoders: all their commands, from pairs to a second round with hard negatives,
+and from a pretrained folder to a better one.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ import yaml
 from click.testing import CliRunner
 
 from paddle_recompute.app import cli
+from tests.app.retrieval.pretrained import add_modules, make_folder
+from tests.app.trainer.trained_run import texts
 from tests.docs.pages import Page
 from tests.docs.test_code import merged
 
@@ -76,3 +80,25 @@ def test_the_story_goes_from_pairs_to_a_second_round(
     for run_folder in ("run", "second"):
         assert (tmp_path / "outputs" / run_folder / "report.html").exists()
     assert (tmp_path / "comparison.html").exists()
+
+
+@pytest.mark.timeout(300)
+def test_a_pretrained_folder_is_evaluated_trained_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / "all-MiniLM-L6-v2")
+    add_modules(tmp_path / "all-MiniLM-L6-v2")
+    pairs = "".join(f"{one}\t{one} cloud\n" for one in texts(80))
+    (tmp_path / "pairs.tsv").write_text(pairs, encoding="utf-8")
+    smaller = ["train.max_steps=2", "train.eval_every=1", "launch.num_ranks=1"]
+    smaller.append("contrastive.global_batch=8")
+    blocks, names = Page("docs/tutorial_pretrained.md").code(), dict[str, object]()
+    assert [language for language, _ in blocks] == ["bash", "bash", "bash", "python"]
+    for language, code in blocks:
+        if language == "bash":
+            for line in code.splitlines():
+                run(line, smaller)
+        else:
+            exec(code, names)
+    assert getattr(names["vectors"], "shape", None) == (1, 16)

@@ -7,7 +7,6 @@ from paddle_recompute.app.config._folder import (
     model_folder,
     names_there,
     newest_checkpoint,
-    padding_of,
     tokenizer_beside,
 )
 from paddle_recompute.app.config._model import ModelConfig
@@ -34,7 +33,6 @@ __all__ = [
     "model_folder",
     "names_there",
     "newest_checkpoint",
-    "padding_of",
     "schedule_of",
     "setting_names",
     "sync_arguments",

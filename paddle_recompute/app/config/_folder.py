@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paddle_recompute._files import parse_json, read_json
+from paddle_recompute._files import read_json
 from paddle_recompute._run_folder import CHECKPOINTS, MANIFEST, checkpoints_in
 from paddle_recompute.errors import ConfigError
 
@@ -48,79 +48,57 @@ ARCHITECTURES = {
     "qwen2": Architecture(is_decoder=True, has_bias=True),
     "qwen3": Architecture(is_decoder=True, norms_heads=True),
 }
+_SAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
+    *("type_vocab_size", "initializer_range", "pad_token_id"),
+)
 _NAMES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
+    **dict(zip(_SAME, _SAME, strict=True)),
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size",
     "activation": "hidden_act",
     "hidden_dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
-    "max_position_embeddings": "max_position_embeddings",
-    "type_vocab_size": "type_vocab_size",
-    "initializer_range": "initializer_range",
     "layer_norm_epsilon": "layer_norm_eps",
-    "pad_token_id": "pad_token_id",
 }
 """Ours and those of a BERT's ``config.json``."""
 _DISTILBERT = {
     **_NAMES,
-    "hidden_size": "dim",
-    "num_layers": "n_layers",
-    "num_heads": "n_heads",
-    "intermediate_size": "hidden_dim",
-    "activation": "activation",
-    "hidden_dropout": "dropout",
-    "attention_dropout": "attention_dropout",
+    **{"hidden_size": "dim", "num_layers": "n_layers", "num_heads": "n_heads"},
+    **{"intermediate_size": "hidden_dim", "activation": "activation"},
+    **{"hidden_dropout": "dropout", "attention_dropout": "attention_dropout"},
 }
+_OF_HEADS = ("num_key_value_heads", "head_dim", "rope_theta", "attention_dropout")
 _DECODER = {
     **_NAMES,
-    "attention_dropout": "attention_dropout",
+    **dict(zip(_OF_HEADS, _OF_HEADS, strict=True)),
     "layer_norm_epsilon": "rms_norm_eps",
-    "num_key_value_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "rope_theta": "rope_theta",
 }
 # What `config.json` need not say: BERT's defaults in `transformers`, which write all they change.
 _NOT_SAID = {
-    "activation": "gelu",
-    "layer_norm_epsilon": 1e-12,
-    "type_vocab_size": 2,
-    "pad_token_id": 0,
-    "max_position_embeddings": 512,
+    **{"activation": "gelu", "layer_norm_epsilon": 1e-12, "type_vocab_size": 2},
+    **{"pad_token_id": 0, "max_position_embeddings": 512},
 }
 _NOT_SAID_OF: dict[str, dict[str, Any]] = {
     "distilbert": {"type_vocab_size": 0},
     "mpnet": {"type_vocab_size": 0, "pad_token_id": 1},
     "roberta": {"pad_token_id": 1},
     "xlm-roberta": {"pad_token_id": 1},
-    "qwen2": {
-        "activation": "silu",
-        "layer_norm_epsilon": 1e-6,
-        "type_vocab_size": 0,
-        "hidden_dropout": 0.0,
-    },
-    "qwen3": {
-        "activation": "silu",
-        "layer_norm_epsilon": 1e-6,
-        "type_vocab_size": 0,
-        "hidden_dropout": 0.0,
-    },
 }
-# Values with which the layers here compute the same; every other one is refused.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("absolute", None),
-    "is_decoder": (False, None),
-    "is_causal": (True, None),
-    "add_cross_attention": (False, None),
-    "relative_attention_num_buckets": (32, None),
-    "use_sliding_window": (False, None),
-    "rope_scaling": (None,),
-    "rope_type": ("default",),
-    "mlp_bias": (False, None),
-    "emb_size": (None,),
-    "quantization_config": (None,),
+_NOT_SAID_OF_DECODERS = {
+    **{"activation": "silu", "layer_norm_epsilon": 1e-6, "type_vocab_size": 0},
+    **{"hidden_dropout": 0.0, "rope_theta": 10_000.0},
+}
+# The one value with which the layers here compute the same, besides null; all others are refused.
+_ONLY = {
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "is_causal": True,
+    "relative_attention_num_buckets": 32,
+    "use_sliding_window": False,
+    "rope_scaling": None,
+    "rope_type": "default",
+    "quantization_config": None,
 }
 _POOLINGS = {"cls": "first", "mean": "mean", "max": "max", "lasttoken": "last"}
 _TOKENIZERS = ("tokenizer.json", "vocab.txt")
@@ -136,7 +114,6 @@ class ModelFolder:
         said_in: The file that describes it.
         settings: Of the section ``model``.
         assumed: The same, of which the folder says nothing and a configuration may choose another.
-        checkpoint: The folder of the checkpoint, if it is one of ours.
         dense: Layers beside the encoder: the name of ours, and the folder with its weights.
         limits: Where queries and documents are cut, in tokens; None: not said.
         vocabulary: The digest of the vocabulary that the weights were trained with; "": not said.
@@ -146,7 +123,6 @@ class ModelFolder:
     said_in: Path
     settings: dict[str, Any]
     assumed: dict[str, Any] = field(default_factory=dict)
-    checkpoint: Path | None = None
     dense: dict[str, Path] = field(default_factory=dict)
     limits: tuple[int, int] | None = None
     vocabulary: str = ""
@@ -203,7 +179,7 @@ def model_folder(path: Path) -> ModelFolder | None:
             n: one for n, one in told["model"].items() if one is not None and n not in unused
         }
         weights = folder / "model.safetensors"
-        return ModelFolder(weights, folder / "state.json", settings, checkpoint=folder)
+        return ModelFolder(weights, folder / "state.json", settings)
     modules = _modules(folder)
     inner = folder / modules[0][0] if modules else folder
     for file in (inner / "config.json", inner / "model_config.json"):
@@ -239,38 +215,6 @@ def newest_checkpoint(path: Path) -> Path | None:
     return found[0][1] if found else None
 
 
-def padding_of(tree: Any) -> int | None:
-    """The id with which texts are padded, from a ``tokenizer.json``; None: it names none.
-
-    A token that ends every text (Qwen's) cannot be told from padding behind it. Then it is the
-    special token with the smallest id that stands around no text; the padding is masked, so every
-    id that no text has computes the same.
-    """
-    added = {one["content"]: one["id"] for one in tree.get("added_tokens") or ()}
-    around: set[int] = set()
-    _collect(tree.get("post_processor"), added, around)
-    vocab = (tree.get("model") or {}).get("vocab") or ()
-    names = ((tree.get("padding") or {}).get("pad_token"), "[PAD]", "<pad>", "<|endoftext|>")
-    for name in names:
-        number = added.get(name, vocab.get(name) if isinstance(vocab, dict) else None)
-        if number is not None:
-            free = sorted(set(added.values()) - around)
-            return int(number if number not in around else free[0]) if free else None
-    return None
-
-
-def _collect(processor: Any, added: dict[str, int], around: set[int]) -> None:
-    """Put the ids into `around` that a post-processor puts around a text."""
-    if not isinstance(processor, dict):
-        return
-    for one in processor.get("processors") or ():
-        _collect(one, added, around)
-    for one in processor.get("single") or ():
-        if (token := (one.get("SpecialToken") or {}).get("id")) in added:
-            around.add(added[token])
-    around |= {processor[end][1] for end in ("cls", "sep") if end in processor}
-
-
 def _settings(tree: dict[str, Any], file: Path, found: ModelFolder) -> None:
     """Put what a ``config.json`` says of the section ``model`` into `found`."""
     inner = tree.get("init_args")  # model_config.json of PaddleNLP 2
@@ -286,14 +230,11 @@ def _settings(tree: dict[str, Any], file: Path, found: ModelFolder) -> None:
     of_kind = ARCHITECTURES[kind]
     rope = tree.get("rope_parameters") or {}
     tree = {**rope, **tree}
-    faults = [
-        f"{name} is {tree[name]!r}"
-        for name, same in _ONLY.items()
-        if tree.get(name, same[0]) not in same
-    ]
+    faults = [f"{n} is {tree[n]!r}" for n, one in _ONLY.items() if tree.get(n) not in (None, one)]
     settings = {o: tree[t] for o, t in names_there(kind).items() if tree.get(t) is not None}
     settings["name"] = kind
-    not_said = {**_NOT_SAID, **_NOT_SAID_OF.get(kind, {})}
+    of_decoder = _NOT_SAID_OF_DECODERS if of_kind.is_decoder else {}
+    not_said = {**_NOT_SAID, **_NOT_SAID_OF.get(kind, {}), **of_decoder}
     pad = settings.get("pad_token_id", not_said["pad_token_id"])
     if any(one != "full_attention" for one in tree.get("layer_types") or ()):
         faults.append("layer_types has other layers than full_attention")
@@ -302,11 +243,11 @@ def _settings(tree: dict[str, Any], file: Path, found: ModelFolder) -> None:
     elif of_kind.first_position and pad != of_kind.first_position - 1:
         faults.append(f"pad_token_id is {pad}, from which positions count")
     if of_kind.is_decoder:
-        settings["pad_token_id"] = _padding_beside(file)
-        heads = settings.get("num_heads", 1)
-        not_said["num_key_value_heads"] = heads
+        # A Qwen ends a text with what it pads with. Padding is masked, so any row does that no
+        # text has; the last one is that of no token, or of a special one.
+        settings["pad_token_id"] = settings.get("vocab_size", 1) - 1
+        not_said["num_key_value_heads"] = heads = settings.get("num_heads", 1)
         not_said["head_dim"] = settings.get("hidden_size", 1) // heads
-        settings["rope_theta"] = float(settings.get("rope_theta", 10_000.0))
     activation = settings.get("activation", not_said["activation"])
     if activation not in ("gelu", "relu", "silu"):
         faults.append(f"its activation is {activation}")
@@ -334,20 +275,6 @@ def _kind(tree: dict[str, Any]) -> str:
         if any(str(name).lower().startswith(plain) for name in names)
     ]
     return found[0] if found else " ".join(map(str, names)).strip()
-
-
-def _padding_beside(file: Path) -> int:
-    tokenizer = file.with_name("tokenizer.json")
-    try:
-        found = padding_of(parse_json(tokenizer.read_bytes()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{tokenizer}: cannot be read ({str(error)[:200]})") from error
-    if found is None:
-        raise ConfigError(
-            f"{tokenizer}: has no token for padding that does not end a text; add a special token "
-            "<pad> with an id that no text has"
-        )
-    return found
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:

@@ -96,18 +96,21 @@ class PairTokenizer:
     Attributes:
         vocab_size: Rows that a word embedding needs.
         pad_id: The id of the padding.
+        pad_token: The token that other programs pad with.
         unknown: The id of ``[UNK]``; None if there is none.
         special_tokens: Those of `SPECIAL_TOKENS` that it has.
         notes: Sentences for the user about how the file was read.
         sha256: Of its file.
     """
 
-    def __init__(self, tokenizer: Any, text: str, pad_id: int, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, text: str, pad_id: int, pad_token: str, notes: Sequence[str] = ()
+    ) -> None:
         self._text = text
         self._tokenizer = tokenizer
         self._tokenizer.encode_special_tokens = True
         self._before, self._after = _frame(tokenizer)
-        self.pad_id, self.notes = pad_id, list(notes)
+        self.pad_id, self.pad_token, self.notes = pad_id, pad_token, list(notes)
         unknown = getattr(tokenizer.model, "unk_token", None) or "<unk>"
         self.unknown: int | None = tokenizer.token_to_id(unknown)
         self._barred = {pad_id, *self._before, *self._after}
@@ -163,11 +166,6 @@ class PairTokenizer:
             pad_id=self.pad_id,
         )
 
-    @property
-    def pad_token(self) -> str:
-        """The token of `pad_id`."""
-        return str(self._tokenizer.id_to_token(self.pad_id))
-
     def vocabulary(self) -> str:
         """A SHA-256 of all entries and their ids; it does not depend on the form of the file."""
         entries = sorted(self._tokenizer.get_vocab().items())
@@ -186,7 +184,8 @@ class PairTokenizer:
         """
         copy = _tokenizers().Tokenizer.from_str(self._tokenizer.to_str())
         copy.enable_truncation(max_tokens)
-        copy.enable_padding(pad_id=self.pad_id, pad_token=copy.id_to_token(self.pad_id))
+        pad_id = copy.token_to_id(self.pad_token)
+        copy.enable_padding(pad_id=pad_id, pad_token=self.pad_token)
         write_whole(Path(path), copy.to_str(pretty=True))
 
 
@@ -247,8 +246,10 @@ def load_tokenizer(path: str | Path, *, pad_id: int = PAD_ID) -> PairTokenizer:
     padding = next((pair for pair in found if pair[1] is not None), ("no [PAD]", None))
     with _as_data_error(f"{path}: not a tokenizer.json"):
         around = [one for side in _frame(tokenizer) for one in side]
-    # Qwen ends a text by what it pads with; then the padding is another entry.
-    if padding[1] != pad_id and (padding[1] not in around or pad_id in around):
+    # Qwen ends a text by what it pads with; then the padding is a row that no text has.
+    added = [None, *(one["content"] for one in tree.get("added_tokens") or ())]
+    is_free = pad_id not in around and tokenizer.id_to_token(pad_id) in added
+    if padding[1] != pad_id and not (padding[1] in around and is_free):
         raise DataError(f"{path}: has {padding}; the padding must be the entry {pad_id}")
     if not around:
         if None in map(tokenizer.token_to_id, ("[CLS]", "[SEP]")):
@@ -261,7 +262,7 @@ def load_tokenizer(path: str | Path, *, pad_id: int = PAD_ID) -> PairTokenizer:
         raise DataError(
             f"{path}: numbers an entry {highest}; a vocabulary has at most {_MOST_ENTRIES} entries"
         )
-    loaded = PairTokenizer(tokenizer, text, pad_id, notes)
+    loaded = PairTokenizer(tokenizer, text, pad_id, padding[0], notes)
     try:
         loaded.tokenize([_PROBE], 2)
     except DataError as error:

@@ -6,16 +6,7 @@ from typing import Any
 
 from paddle_recompute.app.config import ModelConfig, names_there
 
-_CLASSES = {
-    "bert": "BertModel",
-    "ernie": "BertModel",  # the embedding of its task is part of the sentence types
-    "distilbert": "DistilBertModel",
-    "roberta": "RobertaModel",
-    "xlm-roberta": "XLMRobertaModel",
-    "mpnet": "MPNetModel",
-    "qwen2": "Qwen2Model",
-    "qwen3": "Qwen3Model",
-}
+_SPELLED = {"distilbert": "DistilBert", "xlm-roberta": "XLMRoberta", "mpnet": "MPNet"}
 
 
 def hugging_face_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
@@ -25,11 +16,10 @@ def hugging_face_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
         config: The section ``model`` of the run.
         vocab_size: Rows of the word embedding.
     """
-    theirs = names_there(config.name)
-    of_ours = {there: getattr(config, ours) for ours, there in theirs.items()}
+    kind = "bert" if config.name == "ernie" else config.name  # its task is part of the types
     return {
-        "model_type": "bert" if config.name == "ernie" else config.name,
-        "architectures": [_CLASSES[config.name]],
-        **of_ours,
+        "model_type": kind,
+        "architectures": [f"{_SPELLED.get(kind, kind.capitalize())}Model"],
+        **{there: getattr(config, ours) for ours, there in names_there(kind).items()},
         "vocab_size": vocab_size,
     }

@@ -204,10 +204,10 @@ def test_without_bokeh_the_message_says_what_to_install(monkeypatch: pytest.Monk
 def test_table_for_the_terminal() -> None:
     assert retrieval_table(RECORD).splitlines() == [
         "2000 held-out queries, 10000 candidates for each",
-        "               untrained     trained",
-        "recall@1          0.0010      0.2500",
-        "recall@10         0.0100      0.5000",
-        "mrr               0.0020      0.3330",
+        "             before training     trained",
+        "recall@1              0.0010      0.2500",
+        "recall@10             0.0100      0.5000",
+        "mrr                   0.0020      0.3330",
     ]
 
 

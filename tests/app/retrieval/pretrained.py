@@ -36,7 +36,7 @@ DECODER: dict[str, Any] = {
     "layer_norm_epsilon": 1e-6,
     "pooling": "last",
     "hidden_dropout": 0.0,
-    "pad_token_id": 0,
+    "pad_token_id": 13,  # the row behind the entries
 }
 KINDS: dict[str, dict[str, Any]] = {
     "bert": OF_BERT,
@@ -60,13 +60,14 @@ def make_folder(folder: Path, kind: str = "bert", **changes: Any) -> paddle.nn.L
     config = model_of(kind, **changes)
     tokenizer = write_tokenizer(folder, kind)
     paddle.seed(5)
-    model = build_model(config, tokenizer.get_vocab_size())
+    rows = tokenizer.get_vocab_size() + kind.startswith("qwen")
+    model = build_model(config, rows)
     for one in model.parameters():  # no bias is 0 and no norm the identity
         if one.ndim == 1:
             one.set_value(one + 0.1 * paddle.randn(one.shape))
     model.eval()
     save_weights(model, folder / "model.safetensors", to="huggingface")
-    written = hugging_face_config(config, tokenizer.get_vocab_size())
+    written = hugging_face_config(config, rows)
     (folder / "config.json").write_text(json.dumps(written))
     return model
 
@@ -75,7 +76,7 @@ def write_tokenizer(folder: Path, kind: str) -> tokenizers.Tokenizer:
     """``tokenizer.json`` with the special tokens that the architecture has."""
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     around = "[CLS] $A [SEP]"
-    if KINDS[kind].get("pad_token_id"):
+    if KINDS[kind].get("pad_token_id") == 1:
         names, around = SPECIAL, "<s> $A </s>"
     elif kind.startswith("qwen"):
         # What ends a text is what pads it, as Qwen has it; <s> stands around no text.
