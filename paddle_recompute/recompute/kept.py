@@ -114,7 +114,7 @@ def keeping(method: str) -> type[WrappedLayer]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return keep(getattr(super(wrapping, self), method), *args, **kwargs)
 
-    members = {method: call, "__module__": __name__}
+    members = {method: call, "__module__": __name__, "_added": ()}
     wrapping: type[WrappedLayer] = type(f"Keeping_{method}", (WrappedLayer,), members)
     return wrapping
 
@@ -207,8 +207,7 @@ def _again(
     if kept is repetition.end:
         repetition.has_ended = True
         raise EndOfForward
-    repetition.call.go_on_from(kept.streams)
-    part.state.write()
+    repetition.call.go_on_from(kept.streams, part.state)
 
     def fetch(leaf: Any) -> Any:
         if type(leaf) is not _Tied:

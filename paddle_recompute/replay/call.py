@@ -21,7 +21,7 @@ from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
 from paddle_recompute.replay.flags import flag_of, put_back_flags
-from paddle_recompute.replay.layer_state import LayerState
+from paddle_recompute.replay.layer_state import LayerState, StateAfter
 from paddle_recompute.replay.random_streams import Draws, RngState
 from paddle_recompute.replay.reach import Reach
 from paddle_recompute.replay.snapshot import Undo
@@ -160,8 +160,11 @@ class Call:
         """In `first`: the random streams now, for `go_on_from`; None: `repeat` leaves them."""
         return None if self._draws is None else self._draws.now()
 
-    def go_on_from(self, streams: RngState | None) -> None:
-        """In `repeat`: draw from here on what `first` drew behind `streams`."""
+    def go_on_from(self, streams: RngState | None, state: StateAfter) -> None:
+        """In `repeat`, behind a part that it does not run: what `first` drew behind `streams` is
+        drawn next, and Layers have the `state` of then.
+        """
+        state.write(self._layers.known)
         if self._draws is not None and streams is not None:
             self._draws.go_on_from(streams)
 
@@ -270,8 +273,9 @@ def name_of(function: Callable[..., Any]) -> str:
     if isinstance(function, paddle.nn.Layer):
         path = getattr(function, "_recompute_name", "") or function.full_name()
         kind = type(function)
-        bare = kind._bare_class() if hasattr(kind, "_bare_class") else kind
-        return f"{bare.__name__} '{path}'"
+        while hasattr(kind, "_bare_class"):
+            kind = kind._bare_class()
+        return f"{kind.__name__} '{path}'"
     return f"function '{getattr(function, '__qualname__', type(function).__name__)}'"
 
 
