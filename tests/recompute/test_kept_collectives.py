@@ -1,4 +1,4 @@
-"""On two ranks, a kept collective is sent once, not twice, and the bits are those of plain calls."""
+"""On two ranks, a kept collective is sent once, not twice, with the bits of plain calls."""
 
 from __future__ import annotations
 
