@@ -31,7 +31,6 @@ from paddle_recompute._paddle.layers import (
     own_parameters,
     set_own_parameters,
 )
-from paddle_recompute._paddle.writes import address_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
@@ -62,7 +61,7 @@ class _Buffer:
         """Drop the copy if it is large and the Layer's tensor (`now`) is unchanged."""
         copy = self._copy
         assert copy is not None
-        if _num_bytes(copy) <= SMALL_BYTES:
+        if _is_small(copy):
             return
         if self.is_unchanged(now):
             self._copy = None
@@ -354,13 +353,7 @@ class StateAfter:
                 for name in names:
                     value, (was, stamp) = entries[name], before.get(name, (None, None))
                     is_written = value is was
-                    if is_written and (
-                        stamp is None
-                        or (
-                            _num_bytes(value) > SMALL_BYTES
-                            and not _writes.is_written_since(value, stamp)
-                        )
-                    ):
+                    if is_written and (stamp is None or _is_large_and_unwritten(value, stamp)):
                         continue
                     if any(map(is_initialized, _nested.tensors_in(value))):
                         copy = _nested.map_tensors(_copy, value)
@@ -379,12 +372,6 @@ class StateAfter:
             else:
                 vars(layer).pop(name, None)  # a None there hides a buffer
                 entries[name] = _nested.map_tensors(_copy, value)
-
-    def parameters(self) -> set[int | None]:
-        """The addresses of the parameters of the Layers."""
-        layers = [layer for layer, _ in self._before.values()]
-        values = _flat(own_parameters(layer).values() for layer in layers)
-        return {address_of(one) for one in values if one is not None}
 
 
 _flat = itertools.chain.from_iterable
@@ -448,8 +435,12 @@ class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
         return [(name, self[name]) for name in self]
 
 
-def _num_bytes(tensor: paddle.Tensor) -> int:
-    return int(math.prod(tensor.shape) * tensor.element_size())
+def _is_large_and_unwritten(tensor: paddle.Tensor, then: _writes.Stamp) -> bool:
+    return not (_is_small(tensor) or _writes.is_written_since(tensor, then))
+
+
+def _is_small(tensor: paddle.Tensor) -> bool:
+    return bool(math.prod(tensor.shape) * tensor.element_size() <= SMALL_BYTES)
 
 
 def _copy(tensor: paddle.Tensor) -> paddle.Tensor:
