@@ -382,6 +382,19 @@ def test_on_disk(run: Run) -> Seen:
     return {"x": x, "block": block}
 
 
+@case("strided tensors of a kept part wait on the disk")
+def test_strided_on_disk(run: Run) -> Seen:
+    options = {"offload": "disk"} if run is not plain else {}
+
+    def part(x: paddle.Tensor) -> paddle.Tensor:
+        q = x.tanh().reshape([3, 2, 2]).transpose([1, 0, 2])
+        return paddle.matmul(paddle.matmul(q, q.exp(), transpose_y=True), q)
+
+    x = leaf(3, WIDTH)
+    run(lambda x: keep(part, x.exp()).tanh(), x * 2, **options).sum().backward()
+    return {"x": x}
+
+
 # ------------------------------------------------------------------------------ what is not run
 
 
