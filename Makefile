@@ -39,7 +39,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py' -o -name '*.j2' -o -name '*.html')
 
-.PHONY: venv venv26 venv-gpu venv-torch venv-nlp venv-formers venv-etcd test-gpu-wheel test-machines test-machines26 test-nlp test-formers test-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
+.PHONY: venv venv26 venv-gpu venv-torch venv-nlp venv-formers venv-etcd test-gpu-wheel test-machines test-machines26 test-nlp test-formers test-torch train parity parity26 test test26 compiled-tests test-device test-device26 fuzz fuzz26 fuzz-readers
 .PHONY: lint bench bench-list docs retrieval-demo venv-docs venv-release wheel-test wheel-install-test clean
 
 venv: .venv/.installed
@@ -129,6 +129,10 @@ APART := --ignore=tests/machines
 test: venv
 	.venv/bin/python -m pytest $(PARALLEL) $(APART) $(ARGS)
 
+# pytest rewrites and compiles each file of tests, which takes 10 s, and keeps what it has made.
+compiled-tests: venv
+	.venv/bin/python -m pytest --collect-only -qq -W ignore > /dev/null
+
 # Tests of files, words, pages and processes, in which the versions of Paddle do not differ: on 3.3
 # alone, because the whole check should take 18 minutes. make test26 SAME_ON_BOTH= runs them as well.
 # Of long tables it runs a sample (tests/sampled.py), and make bench26-matrix the rest.
@@ -137,7 +141,7 @@ SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     app/parity/test_comparison.py \
     $(addprefix app/retrieval/test_,encode.py evaluation.py hugging_face.py mining.py use.py) \
     $(addprefix app/trainer/test_,callbacks.py disk_faults.py foreign_weights.py progress.py) \
-    $(addprefix app/trainer/test_,resume.py run_folder.py signals.py) \
+    $(addprefix app/trainer/test_,resume.py run_folder.py same_settings.py signals.py validation.py) \
     benchmarks $(addprefix distributed/test_,control_port.py control_server.py peer_state.py) \
     $(addprefix docs/test_,figures.py first_screen.py messages.py pages.py site.py story.py) \
     fuzz/test_readers.py fuzz/test_what_readers_read.py \
@@ -221,7 +225,7 @@ lint: venv
 # Benchmarks lie in folders by the question that they answer. Each prints a table and writes it to
 # benchmarks/results. sync and several_machines make networks, for which they need root
 # and iproute2.
-# *_vs_sentence_transformers make an environment with torch, .venv-torch.
+# retrieval_vs_sentence_transformers and peers make an environment with torch, .venv-torch.
 BENCHMARK_FILES := $(filter-out benchmarks/harness/%,$(wildcard benchmarks/*/[a-z]*.py))
 BENCHMARKS := $(sort correctness contrastive $(notdir $(basename $(BENCHMARK_FILES))))
 # The module of the benchmark NAME: $(call module_of,NAME)
@@ -258,13 +262,13 @@ bench-third_party: venv-nlp venv-formers
 	.venv-nlp/bin/python -m benchmarks.correctness.third_party --library paddlenlp $(ARGS)
 	.venv-formers/bin/python -m benchmarks.correctness.third_party --library paddleformers $(ARGS)
 
+# The models of PaddleFormers under its recompute settings: the same Layers, the same bits.
+bench-third_party_settings: venv-formers
+	.venv-formers/bin/python -m benchmarks.correctness.third_party_settings $(ARGS)
+
 # FairScale, torch's own and sentence-transformers beside fleet's and ours.
 bench-peers: venv venv-torch
 	.venv/bin/python -m benchmarks.speed.peers $(ARGS)
-
-# Needs the environment of the other library too.
-bench-contrastive_vs_sentence_transformers: venv venv-torch
-	.venv/bin/python -m benchmarks.contrastive.contrastive_vs_sentence_transformers $(ARGS)
 
 bench-host: venv
 	.venv/bin/python -m benchmarks.speed.host $(ARGS)

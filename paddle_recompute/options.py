@@ -28,6 +28,9 @@ PURE = {"use_pure_fp16": "float16", "use_pure_bf16": "bfloat16"}
 _DYNAMIC_SCALE = ("incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio")
 _SCALE = ("init_loss_scaling", "use_dynamic_loss_scaling", *_DYNAMIC_SCALE)
 
+_FORMERS_PARTS = {"": "", "full_attn": ".self_attn", "mlp": ".mlp"}
+"""A block, and names of ``recompute_modules`` of PaddleFormers that are sublayers of a block."""
+
 AUTO: Final = "auto"
 """``checkpoints: auto``, which is kept as the list of this one word."""
 
@@ -265,6 +268,96 @@ class RecomputeConfig(Options):
         if given == AUTO:
             object.__setattr__(self, "checkpoints", [AUTO])
         super().__post_init__()
+
+    @classmethod
+    def from_paddleformers(cls, args: Any) -> RecomputeConfig:
+        """The Layers that the arguments of PaddleFormers (1.2) recompute, as patterns.
+
+        - ``recompute_granularity`` None: none. ``"full"``: blocks, as ``recompute_method`` says:
+          ``uniform`` with 1 layer: each; ``block`` or ``first_n``: the first
+          ``recompute_num_layers``.
+        - ``"selective"``: of ``recompute_modules`` ``full_attn`` and ``mlp``, the sublayers
+          ``self_attn`` and ``mlp`` of blocks. A value chooses blocks: ``"all"``, None or -1: each;
+          a list: their numbers; n: the first n, with ``block`` or ``first_n``. In a list of names
+          each has the value ``recompute_num_layers``.
+        - ``no_recompute_layers``: numbers of blocks that are left out.
+
+        So PaddleFleet, the engine of PaddleFormers, reads them without pipelines. Models with a
+        forward of PaddleFormers' own recompute nothing for ``block`` and ``first_n``, and do not
+        look at the values. Afterwards set ``recompute_granularity`` to None, in the arguments and
+        in ``model.config``: a block that both recompute has three forwards.
+
+        Args:
+            args: Its ``TrainingArguments`` or the configuration of its model. Only the latter has
+                ``num_hidden_layers``, which ``no_recompute_layers`` needs. The blocks of the model
+                are in a LayerList ``layers``.
+
+        Raises:
+            ConfigError: A setting does not name the same Layers here; the message names it.
+        """
+
+        def read(name: str) -> Any:
+            return getattr(args, name, None)
+
+        def refuse(name: str, words: str) -> typing.NoReturn:
+            raise ConfigError(f"from_paddleformers: {name}={read(name)!r}: {words}")
+
+        granularity, method = read("recompute_granularity"), read("recompute_method")
+        count, modules = read("recompute_num_layers"), read("recompute_modules")
+        left_out, stages = read("no_recompute_layers") or (), read("pipeline_model_parallel_size")
+        if granularity is None:
+            return cls(enable=False)
+        if read("recompute_mtp_granularity") is not None:
+            refuse("recompute_mtp_granularity", "name the MTP layers in checkpoints instead")
+        if stages is not None and stages > 1:
+            refuse("pipeline_model_parallel_size", "it recomputes blocks of each stage; use 1")
+        if granularity == "full":
+            if modules:
+                refuse(
+                    "recompute_modules", "with full it names parts to keep, which is not supported"
+                )
+            if method not in ("uniform", "block", "first_n"):
+                refuse("recompute_method", "with full it is uniform, block or first_n")
+            is_number = isinstance(count, int) and count >= (-1 if method == "block" else 0)
+            if not is_number or (method == "uniform" and count != 1):
+                refuse("recompute_num_layers", f"{method} takes a number, and uniform only 1")
+            chosen = {"": "all" if method == "uniform" else count}
+        elif granularity == "selective":
+            chosen = modules if isinstance(modules, dict) else dict.fromkeys(modules or (), count)
+        else:
+            refuse("recompute_granularity", "it is full, selective or None")
+        patterns = []
+        for name, value in chosen.items():
+            if name not in _FORMERS_PARTS:
+                refuse(
+                    "recompute_modules",
+                    f"{name} is no sublayer of a block, as full_attn and mlp are; name the Layer "
+                    "around it in checkpoints",
+                )
+            blocks = _blocks(value)
+            if blocks is None:
+                refuse("recompute_modules", f"{value!r} is not a number, a list or 'all'")
+            if isinstance(value, int) and value >= 0 and method not in ("block", "first_n"):
+                refuse("recompute_method", f"{value} blocks need block or first_n")
+            if left_out and blocks == "*":
+                if read("num_hidden_layers") is None:
+                    refuse("no_recompute_layers", "give the model's configuration instead of args")
+                blocks = range(args.num_hidden_layers)
+            patterns += [
+                f"**layers.{number}{_FORMERS_PARTS[name]}"
+                for number in blocks
+                if number not in left_out
+            ]
+        return cls(enable=bool(patterns), checkpoints=patterns)
+
+
+def _blocks(value: Any) -> Iterable[Any] | None:
+    """The numbers of the blocks that a value of ``recompute_modules`` means; "*": each."""
+    if isinstance(value, list | tuple | set):
+        return sorted(value)
+    if isinstance(value, int) and value >= 0:
+        return range(value)
+    return "*" if value in (None, "all") or isinstance(value, int) else None
 
 
 def _pure_is_level_o2(v: Any) -> Iterator[tuple[str, str]]:

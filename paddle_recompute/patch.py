@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from paddle_recompute._nested import tensors_in
 from paddle_recompute._paddle.fleet_recompute import (
@@ -20,6 +20,8 @@ from paddle_recompute._paddle.fleet_recompute import (
     fleet_recompute,
     fleet_recompute_hybrid,
     holders_of,
+    options_of,
+    private_copies,
     rebind,
 )
 from paddle_recompute.errors import ConfigError
@@ -27,6 +29,7 @@ from paddle_recompute.recompute import (
     RecomputeOptions,
     SomeOnHost,
     is_recomputing,
+    refuse_unknown_options,
     run_recomputed,
 )
 
@@ -90,6 +93,12 @@ def patch_fleet() -> FleetPatch:
     A function that was stored elsewhere (a closure, a ``functools.partial``, a class attribute)
     stays fleet's.
 
+    The private copy of PaddleFormers (1.2, ``transformers.refined_recompute``) becomes ours if it
+    has been imported; after a later import call `patch_fleet` again. Its ``no_recompute`` is then a
+    plain call: what it would keep is recomputed. ``RefinedRecomputeFunction``, of the model
+    ``ernie4_5_moe_vl`` alone, is not reached: leave ``recompute_modules`` unset there. Nor does
+    ``fleet.utils.is_in_recompute`` of Paddle's development branch know of our calls.
+
     A Layer that is wrapped by `apply_recompute` must not be recomputed by its model as well: that
     would be three forwards.
 
@@ -108,8 +117,8 @@ def patch_fleet() -> FleetPatch:
     """
     if not _in_force:
         _names.clear()
-        for original, own in _pairs():
-            _names.update(dict.fromkeys(rebind(original, own), original))
+    for original, own in _pairs():
+        _names.update(dict.fromkeys(rebind(original, own), original))
     patch = FleetPatch(tuple(sorted(f"{module}.{name}" for module, name in _names)))
     _in_force.append(patch)
     if len(_in_force) == 1:
@@ -133,9 +142,10 @@ def _leave() -> None:
 
 
 def _pairs() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Fleet's functions, and ours for each."""
+    """Fleet's functions and copies of them, and ours for each; `recompute` for fleet's is last."""
     return [
         (FORWARDS_TO_FLEET, recompute),
+        *((copy, recompute) for copy in private_copies() if copy is not recompute),
         (fleet_recompute, recompute),
         (fleet_recompute_hybrid, recompute_hybrid),
     ]
@@ -149,14 +159,15 @@ def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Args:
         function: A Layer or any callable.
         *args: Its positional arguments.
-        **kwargs: Its keyword arguments, and ``preserve_rng_state``, ``use_reentrant`` (no effect)
-            and ``offload_indices``.
+        **kwargs: Its keyword arguments, and ``preserve_rng_state``, ``offload_indices``,
+            ``use_reentrant`` and ``preserve_external_rng_state`` (the last two have no effect), on
+            each Paddle.
+
+    Raises:
+        ConfigError: A keyword is another option of this Paddle's recompute, and `function` has no
+            parameter of its name.
     """
-    kwargs.pop("use_reentrant", None)
-    options = RecomputeOptions(kwargs.pop("preserve_rng_state", True))
-    indices = kwargs.pop("offload_indices", ())
-    storage = SomeOnHost(t for i in indices for t in tensors_in(args[i])) if indices else None
-    return run_recomputed(_with_custom_state(function), args, kwargs, options, storage=storage)
+    return _run(function, args, kwargs)
 
 
 def recompute_hybrid(
@@ -168,18 +179,42 @@ def recompute_hybrid(
         ctx: ``offload``: the arguments wait in host memory. ``mp_group`` is not needed.
         function: A Layer or any callable.
         *args: Its positional arguments.
-        **kwargs: Its keyword arguments.
+        **kwargs: As of `recompute`.
 
     Raises:
-        ConfigError: ``ctx["partition"]`` is true.
+        ConfigError: ``ctx["partition"]`` is true; or `ctx` has an option of this Paddle that is
+            none of these, or `kwargs` as of `recompute`.
     """
     if ctx.get("partition", False):
         raise ConfigError(
             "recompute_hybrid: partition=True splits the inputs over the ranks of mp_group, which "
             "paddle_recompute does not do. Set recompute_partition to False, or call unpatch_fleet"
         )
-    options = RecomputeOptions(offload="host" if ctx.get("offload", False) else None)
-    return run_recomputed(_with_custom_state(function), args, kwargs, options)
+    known = {"mp_group", "offload", "partition"}
+    for name in sorted((options_of(fleet_recompute_hybrid, "ctx.get") - known).intersection(ctx)):
+        raise ConfigError(
+            f"recompute_hybrid: {name} in ctx is an option of fleet's, which paddle_recompute does "
+            "not have. Remove it, or call unpatch_fleet"
+        )
+    return _run(function, args, kwargs, is_offloaded=bool(ctx.get("offload", False)))
+
+
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_offloaded: bool = False,
+) -> Any:
+    kwargs.pop("use_reentrant", None)
+    kwargs.pop("preserve_external_rng_state", None)
+    offload: Literal["host"] | None = "host" if is_offloaded else None
+    options = RecomputeOptions(kwargs.pop("preserve_rng_state", True), offload=offload)
+    indices = kwargs.pop("offload_indices", ())
+    if kwargs:
+        refuse_unknown_options(function, kwargs)
+    storage = SomeOnHost(t for i in indices for t in tensors_in(args[i])) if indices else None
+    return run_recomputed(_with_custom_state(function), args, kwargs, options, storage=storage)
 
 
 def _with_custom_state(function: Callable[..., Any]) -> Callable[..., Any]:

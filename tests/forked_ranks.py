@@ -170,6 +170,8 @@ def _serve() -> dict[str, Any] | None:
             continue
         data = os.read(0, 1 << 16).decode()
         if not data:
+            for pid in number_of:  # a rank that is stopped would stay for ever
+                os.kill(pid, signal.SIGCONT)
             return None
         *lines, told = (told + data).split("\n")
         for line in lines:

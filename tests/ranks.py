@@ -25,6 +25,7 @@ import functools
 import os
 import pickle
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -113,6 +114,7 @@ def run_ranks(
         if fresh or num_ranks not in POOLED or not ranks.can_go_on():
             ranks.end()
         else:
+            ranks.stop()
             _pool[num_ranks] = ranks
             _end_pool_at_exit()
 
@@ -139,7 +141,8 @@ Three ranks wait 10 s and more until gloo has made a group of them (`distributed
 """
 MOST_THREADS = 96
 """Of a rank that is kept. Each gloo group leaves two threads for good, which wake up 100 times a
-second; with 200 of them a rank that does nothing takes a tenth of a core.
+second; with 200 of them a rank that does nothing takes a tenth of a core. So ranks are stopped
+between two jobs.
 """
 
 
@@ -167,6 +170,7 @@ class _Ranks:
     def run(self, job: bytes, timeout: float) -> list[Any]:
         """The results of `job` on every rank."""
         self._num_jobs += 1
+        self._send(signal.SIGCONT)
         began = [log.stat().st_size for log in self._logs]
         (Path(self._folder.name) / f"job{self._num_jobs}.pkl").write_bytes(job)
         for jobs in self._jobs:
@@ -213,8 +217,20 @@ class _Ranks:
         num_threads = [len(os.listdir(f"/proc/{one.pid}/task")) for one in self._processes]
         return max(num_threads) <= MOST_THREADS
 
+    def stop(self) -> None:
+        """Until the next job. New processes are no children of the server, which continues its own
+        where this process dies.
+        """
+        if not selected.is_selected():
+            self._send(signal.SIGSTOP)
+
+    def _send(self, number: int) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
     def end(self) -> None:
         """Let the ranks end in good order; kill those that do not."""
+        self._send(signal.SIGCONT)
         for jobs in self._jobs:
             jobs.close()
         deadline = time.monotonic() + (0.0 if self.are_broken else PATIENCE)

@@ -29,6 +29,7 @@ from paddle_recompute._paddle import (
     distributed,
     endpoint,
     flat,
+    fleet_recompute,
     gradients,
     guarded,
     layers,
@@ -39,6 +40,7 @@ from paddle_recompute._paddle import (
     writes,
 )
 from paddle_recompute.errors import DependencyError
+from paddle_recompute.recompute import function as recompute_function
 from tests.processes import python
 
 IS_26 = paddle.__version__.startswith("2.6")
@@ -592,3 +594,11 @@ def test_tensor_register_grad_hook_is_what_register_hook_calls() -> None:
     assert other.grad.tolist() == [3.0, 3.0] and handle.remove()
     other.sum().backward()
     assert other.grad.tolist() == [4.0, 4.0] and not gradients.has_unwatched_hooks(other)
+
+
+def test_the_options_of_fleets_recompute_are_all_known() -> None:
+    """It pops them from ``kwargs``; those of a pipeline are read in ``ctx``. Ours have each."""
+    found = fleet_recompute.options_of(fleet_recompute.fleet_recompute, "kwargs.pop")
+    assert {"preserve_rng_state", "use_reentrant"} <= found <= recompute_function._OF_FLEET
+    found = fleet_recompute.options_of(fleet_recompute.fleet_recompute_hybrid, "ctx.get")
+    assert found == {"mp_group", "offload", "partition"}

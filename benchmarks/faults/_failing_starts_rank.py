@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import sys
@@ -32,14 +33,22 @@ class Fault:
     place: str = ""
 
     def strike(self) -> None:
-        print(f"struck at {time.monotonic()}", flush=True)
-        if self.kind == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.kind == "os._exit":
-            os._exit(CODES[self.kind])
-        if self.kind == "sys.exit":
-            sys.exit(CODES[self.kind])
-        raise ValueError(f"planted in {self.place}")
+        strike(self.kind, self.place)
+
+
+def strike(kind: str, place: str) -> None:
+    """Let this process fail, in the way `kind`."""
+    print(f"struck in {place}", flush=True)
+    if kind in ("SIGKILL", "SIGTERM"):
+        os.kill(os.getpid(), getattr(signal, kind))
+    elif kind == "hang":
+        time.sleep(3600)
+    elif kind == "os._exit":
+        os._exit(CODES[kind])
+    elif kind == "sys.exit":
+        sys.exit(CODES[kind])
+    else:
+        raise getattr(builtins, kind)(f"planted in {place}")
 
 
 def run(arguments: list[str], fault: Fault | None) -> None:

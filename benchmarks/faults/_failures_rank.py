@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.faults._failing_starts_rank import strike
 
 PLACES = (
     "the start", "before the forward", "the forward", "the backward", "the sync", "the update",
@@ -49,21 +48,7 @@ class Fault:
     turn: int
 
     def strike(self) -> None:
-        print(f"struck in {self.place}", flush=True)
-        if self.kind == "ValueError":
-            raise ValueError(f"planted in {self.place}")
-        if self.kind == "MemoryError":
-            raise MemoryError(f"planted in {self.place}")
-        if self.kind == "sys.exit":
-            sys.exit(5)
-        if self.kind == "os._exit":
-            os._exit(7)
-        if self.kind == "hang":
-            time.sleep(3600)
-        if self.kind == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.kind == "SIGTERM":
-            os.kill(os.getpid(), signal.SIGTERM)
+        strike(self.kind, self.place)
 
 
 class Planted:

@@ -22,25 +22,20 @@ Ranks are forked from a process that has imported Paddle (`tests.forked_ranks`).
 
 from __future__ import annotations
 
-import argparse
-import itertools
+import functools
 import json
 import math
 import random
 import re
 import signal
 import socket
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.faults._campaign import Campaign, Outcome, codes_of, quote, run_cases, text_of
 from benchmarks.faults._failing_starts_rank import CODES, KINDS, PLACES, Fault, run
-from benchmarks.harness.record import table, write_record
 from paddle_recompute.distributed.rendezvous import START_SECONDS
 from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.forked_ranks import ForkedProcess, start
@@ -53,25 +48,6 @@ SAID = {
 }  # fmt: skip
 OVERRIDES = {"typo": "train.max_stps=3", "missing file": "data.train_file=/no/such/pairs.tsv"}
 """What the rank that fails is given, where that is the failure."""
-
-
-@dataclass
-class Outcome:
-    """What became of a start.
-
-    Attributes:
-        fault: What happened.
-        num_ranks: How many ranks there were.
-        seconds: From the failure to the end of the last rank.
-        killed: Ranks that had said all but not ended when the launcher sent a SIGKILL.
-        faults: What is not as it should be.
-    """
-
-    fault: Fault
-    num_ranks: int
-    seconds: float = 0.0
-    killed: int = 0
-    faults: list[str] = field(default_factory=list)
 
 
 def random_fault(chance: random.Random, num_ranks: int) -> Fault:
@@ -111,7 +87,7 @@ def started(folder: Path, number: int, num_ranks: int, fault: Fault) -> Outcome:
                 ended[rank] = now
                 if one.poll():
                     end_machine.setdefault(_machine(rank, num_ranks), now + 1.0)
-        if failed is None and (ended or "struck at" in _text(logs[fault.rank])):
+        if failed is None and (ended or "struck in" in text_of(logs[fault.rank])):
             failed = now
         for machine, when in end_machine.items():
             for rank, one in enumerate(ranks):
@@ -124,20 +100,13 @@ def started(folder: Path, number: int, num_ranks: int, fault: Fault) -> Outcome:
             break
         time.sleep(0.05)
     outcome.seconds = time.monotonic() - (failed or began)
-    for rank, one in enumerate(ranks):
-        if rank not in ended:
-            outcome.faults.append(f"rank {rank} does not end")
-            one.send_signal(signal.SIGUSR1)
-            time.sleep(0.5)
-            one.kill()
-    codes = [one.wait(10) for one in ranks]
+    codes = codes_of(ranks, outcome)
     for rank in told_to_end - {fault.rank}:
         if codes[rank] == -signal.SIGKILL:  # on a busy machine: what fleetrun shows as 247
             outcome.killed += 1
             codes[rank] = 2
-    outcome.faults += judge(fault, codes, list(map(_text, logs)), told_to_end)
-    if outcome.faults:
-        outcome.faults += [f"--- {log.name}\n{_text(log)[-2000:]}" for log in logs]
+    outcome.faults += judge(fault, codes, list(map(text_of, logs)), told_to_end)
+    quote(outcome, logs)
     return outcome
 
 
@@ -188,12 +157,6 @@ def _machine(rank: int, num_ranks: int) -> int:
     return int(rank == num_ranks - 1)
 
 
-def _text(log: Path) -> str:
-    """Without what Paddle's C++ says of its connections."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    return re.sub(r"^[IW]\d{4} .*\n", "", text, flags=re.MULTILINE)
-
-
 def campaign(
     folder: Path,
     starts: int,
@@ -211,77 +174,36 @@ def campaign(
             train__max_steps=2, train__measure_plain=False, train__eval_before=False,
         )  # fmt: skip
         (folder / f"{num_ranks}.yaml").write_text(json.dumps(config.to_dict()))
-    outcomes: list[Outcome] = []
-    numbers, deadline = itertools.count(), time.monotonic() + seconds
 
-    def work() -> None:
-        while (number := next(numbers)) < starts and time.monotonic() < deadline:
-            num_ranks = 2 + number % 2
-            fault = drawn(random.Random(f"{seed}/{number}"), num_ranks)
-            outcome = started(folder, number, num_ranks, fault)
-            outcomes.append(outcome)
-            told = (f"{outcome.seconds:.1f} s", *outcome.faults)
-            print(len(outcomes), num_ranks, fault, *told, sep="  ", flush=True)
+    def case(number: int) -> list[Outcome]:
+        num_ranks = 2 + number % 2
+        fault = drawn(random.Random(f"{seed}/{number}"), num_ranks)
+        return [started(folder, number, num_ranks, fault)]
 
-    with ThreadPoolExecutor(parallel) as pool:
-        for worker in [pool.submit(work) for _ in range(parallel)]:
-            worker.result()
-    return outcomes
+    cases = (functools.partial(case, number) for number in range(starts))
+    return run_cases(cases, [], parallel=parallel, seconds=seconds)
 
 
-def main() -> None:
-    """Run the campaign and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--starts", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parallel", type=int, default=3, help="how many starts at a time")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin none after these")
-    options = parser.parse_args()
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="failing-starts-") as folder:
-        outcomes = campaign(
-            Path(folder), options.starts, options.seed, parallel=options.parallel,
-            seconds=60 * options.minutes,
-        )  # fmt: skip
-    rows = []
-    for place in ("", *PLACES):
-        of_place = [one for one in outcomes if one.fault.place == place]
-        kinds = Counter(one.fault.kind for one in of_place)
-        seconds = sorted(one.seconds for one in of_place) or [0.0]
-        rows.append(
-            [
-                place or "an override",
-                len(of_place),
-                ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind]),
-                sum(one.num_ranks == 3 for one in of_place),
-                sum(bool(one.faults) for one in of_place),
-                f"{seconds[len(seconds) // 2]:.1f}",
-                f"{seconds[-1]:.1f}",
-            ]
-        )
-    wrong = [one for one in outcomes if one.faults]
-    body = table(
-        ["where one rank fails", "starts", "how", "of three ranks", "wrong",
-         "seconds to the end of all ranks, median", "most"],
-        rows,
-    )  # fmt: skip
-    minutes = (time.monotonic() - began) / 60
-    body += [
-        "",
-        f"{len(outcomes)} starts, {len(wrong)} wrong, seed {options.seed}, {options.parallel} at a "
-        f"time, {minutes:.0f} minutes. Limit: {LIMIT:.0f} s, {START_SECONDS:.0f} s more where the "
-        f"rank never connects. {sum(one.killed for one in outcomes)} of the ranks that are not the "
-        "one that fails had said all but not ended when the launcher sent a SIGKILL.",
-    ]
-    for one in wrong:
-        print(one.fault, *one.faults, sep="\n")
-    command = "python -m benchmarks.faults.failing_starts"
-    command += f" --starts {options.starts} --seed {options.seed}"
-    path = write_record("failing_starts", "Starts in which one rank fails", command, body)
-    print(path)
-    if wrong:
-        raise SystemExit(1)
+def note(outcomes: list[Outcome]) -> str:
+    """The limits, and which ranks the launcher killed."""
+    return (
+        f"Limit: {LIMIT:.0f} s, {START_SECONDS:.0f} s more where the rank never connects. "
+        f"{sum(one.killed for one in outcomes)} of the ranks that are not the one that fails had "
+        "said all but not ended when the launcher sent a SIGKILL."
+    )
 
+
+CAMPAIGN = Campaign(
+    topic="failing_starts",
+    title="Starts in which one rank fails",
+    unit="starts",
+    parallel=3,
+    run=campaign,
+    by=("place", ("", *PLACES)),
+    counted=("kind", KINDS),
+    header=("where one rank fails", "starts", "how"),
+    note=note,
+)
 
 if __name__ == "__main__":
-    main()
+    CAMPAIGN.main(__doc__ or "")

@@ -19,22 +19,26 @@ Ranks are forked from a process that has imported Paddle (`tests.forked_ranks`).
 
 from __future__ import annotations
 
-import argparse
+import functools
 import itertools
 import math
 import random
-import signal
-import tempfile
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.numpy import load_file
 
+from benchmarks.faults._campaign import (
+    Campaign,
+    Case,
+    Outcome,
+    codes_of,
+    quote,
+    run_cases,
+    text_of,
+)
 from benchmarks.faults._failures_rank import KINDS, PLACES, Fault, checksum, run
-from benchmarks.harness.record import table, write_record
 from tests.app.trainer.test_trainer import write_pairs
 from tests.forked_ranks import start
 from tests.ranks import free_ports, rank_environment
@@ -46,25 +50,6 @@ LIMIT = 25.0
 SLACK = 60.0
 """Seconds for all ranks to end, above the limits."""
 NOBODY = Fault(-1, "nowhere", "nothing", 0, 0)
-
-
-@dataclass
-class Outcome:
-    """What became of a failure.
-
-    Attributes:
-        fault: What happened; None: the last start of a run, in which nothing does.
-        num_ranks: How many ranks there were.
-        faults: What is not as it should be.
-        seconds: From the failure to the end of the last rank.
-        was_struck: Whether the run came to the place of the failure.
-    """
-
-    fault: Fault
-    num_ranks: int
-    faults: list[str]
-    seconds: float = 0.0
-    was_struck: bool = True
 
 
 class Run:
@@ -99,30 +84,20 @@ class Run:
         failed: float | None = None
         while any(one.poll() is None for one in ranks):
             now = time.monotonic()
-            if failed is None and fault.rank >= 0 and "struck in" in _text(logs[fault.rank]):
+            if failed is None and fault.rank >= 0 and "struck in" in text_of(logs[fault.rank]):
                 failed = now
             if now - (failed or began + 240) > 2 * LIMIT + SLACK:
                 break
             time.sleep(0.05)
-        seconds = time.monotonic() - (failed or time.monotonic())
-        faults = []
-        for rank, one in enumerate(ranks):
-            if one.poll() is None:
-                faults.append(f"rank {rank} does not end")
-                one.send_signal(signal.SIGUSR1)
-                time.sleep(1)
-                one.kill()
-        codes = [one.wait(10) for one in ranks]
-        texts = [_text(log) for log in logs]
-        was_struck = fault.rank >= 0 and "struck in" in texts[fault.rank]
-        if not faults:
-            faults = judge(fault if was_struck else NOBODY, codes, texts)
-        faults += self._different_bits()
-        if faults:
-            faults += [
-                f"--- {log.name}\n{text[-1500:]}" for log, text in zip(logs, texts, strict=True)
-            ]
-        return Outcome(fault, self.num_ranks, faults, seconds, was_struck)
+        outcome = Outcome(fault, self.num_ranks, time.monotonic() - (failed or time.monotonic()))
+        codes = codes_of(ranks, outcome)
+        texts = list(map(text_of, logs))
+        outcome.was_struck = fault.rank >= 0 and "struck in" in texts[fault.rank]
+        if not outcome.faults:
+            outcome.faults += judge(fault if outcome.was_struck else NOBODY, codes, texts)
+        outcome.faults += self._different_bits()
+        quote(outcome, logs)
+        return outcome
 
     def _different_bits(self) -> list[str]:
         wanted = _bits(self.folder / "whole.bits.0")
@@ -144,14 +119,10 @@ class Run:
         return max((int(path.name[5:]) for path in folder.glob("step-*")), default=0)
 
 
-def _text(log: Path) -> str:
-    return log.read_text(errors="replace") if log.exists() else ""
-
-
 def _bits(file: Path) -> dict[int, set[int]]:
     """The checksums that were noted after each step."""
     found: dict[int, set[int]] = {}
-    for line in _text(file).splitlines():
+    for line in text_of(file).splitlines():
         step, _, bits = line.partition(" ")
         found.setdefault(int(step), set()).add(int(bits))
     return found
@@ -221,7 +192,7 @@ def campaign(
     failures: int,
     seed: int,
     *,
-    of_a_run: int,
+    of_a_run: int = FAILURES_OF_A_RUN,
     ranks: tuple[int, ...] = (2, 3),
     parallel: int = 1,
     seconds: float = math.inf,
@@ -235,75 +206,30 @@ def campaign(
         if whole.faults:
             raise SystemExit("\n".join(["the run that nobody disturbs fails", *whole.faults]))
     outcomes: list[Outcome] = []
-    numbers = itertools.count()
-    deadline = time.monotonic() + seconds
 
-    def work() -> None:
-        while (missing := failures - len(outcomes)) > 0 and time.monotonic() < deadline:
-            number = next(numbers)
+    def cases() -> Iterator[Case]:
+        for number in itertools.count():
+            if (missing := failures - len(outcomes)) <= 0:
+                return
             num_ranks = ranks[number % len(ranks)]
             one = Run(base / str(num_ranks), f"run{number}", num_ranks)
             chance = random.Random(f"{seed}/{number}")
-            for outcome in disturbed(one, chance, min(of_a_run, missing)):
-                outcomes.append(outcome)
-                told = (f"{outcome.seconds:.1f} s", *outcome.faults)
-                print(len(outcomes), num_ranks, outcome.fault, *told, sep="  ", flush=True)
+            yield functools.partial(disturbed, one, chance, min(of_a_run, missing))
 
-    with ThreadPoolExecutor(parallel) as pool:
-        for worker in [pool.submit(work) for _ in range(parallel)]:
-            worker.result()
-    return outcomes
+    return run_cases(cases(), outcomes, parallel=parallel, seconds=seconds)
 
 
-def main() -> None:
-    """Run the campaign and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--failures", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parallel", type=int, default=4, help="how many runs at a time")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after these")
-    options = parser.parse_args()
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="failures-") as base:
-        outcomes = campaign(
-            Path(base), options.failures, options.seed, of_a_run=FAILURES_OF_A_RUN,
-            parallel=options.parallel, seconds=60 * options.minutes,
-        )  # fmt: skip
-    rows = []
-    for kind in KINDS:
-        of_kind = [one for one in outcomes if one.fault.kind == kind]
-        places = Counter(one.fault.place for one in of_kind)
-        seconds = sorted(one.seconds for one in of_kind) or [0.0]
-        rows.append(
-            [
-                kind,
-                len(of_kind),
-                ", ".join(f"{places[place]} {place}" for place in PLACES if places[place]),
-                sum(one.num_ranks == 3 for one in of_kind),
-                sum(bool(one.faults) for one in of_kind),
-                f"{seconds[len(seconds) // 2]:.1f}",
-                f"{seconds[-1]:.1f}",
-            ]
-        )
-    wrong = [one for one in outcomes if one.faults]
-    body = table(
-        ["failure", "times", "where", "of three ranks", "wrong", "seconds to the end of all ranks, "
-         "median", "most"],
-        rows,
-    )  # fmt: skip
-    body += ["", f"{len(outcomes)} failures, {len(wrong)} wrong, seed {options.seed}, "
-             f"{options.parallel} runs at a time, {(time.monotonic() - began) / 60:.0f} minutes. "
-             f"peer_timeout and stall_timeout: {LIMIT:.0f} s."]  # fmt: skip
-    for one in wrong:
-        print(one.fault, *one.faults, sep="\n")
-    command = (
-        f"python -m benchmarks.faults.failures --failures {options.failures} --seed {options.seed}"
-    )
-    path = write_record("failures", "Random failures of one rank of two or three", command, body)
-    print(path)
-    if wrong:
-        raise SystemExit(1)
-
+CAMPAIGN = Campaign(
+    topic="failures",
+    title="Random failures of one rank of two or three",
+    unit="failures",
+    parallel=4,
+    run=campaign,
+    by=("kind", KINDS),
+    counted=("place", PLACES),
+    header=("failure", "times", "where"),
+    note=lambda outcomes: f"peer_timeout and stall_timeout: {LIMIT:.0f} s.",
+)
 
 if __name__ == "__main__":
-    main()
+    CAMPAIGN.main(__doc__ or "")

@@ -17,17 +17,90 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from benchmarks.faults.chaos import PATIENCE, ROOT, Failed, begin, newest, start_python, verdict_of
-from benchmarks.harness.record import table, write_record
+import numpy as np
+import yaml
+from safetensors.numpy import load_file
+
+from benchmarks.harness.record import RESULTS, table, write_record
+from paddle_recompute.checkpoint import find_checkpoint
+from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.ranks import free_ports
 
+ROOT = RESULTS.parent.parent
 HEADER = ["kills", "killed", "starts of the launcher", "steps", "parameters at the end", "seconds"]
+COMMON: dict[str, Any] = {
+    "launch__num_ranks": 2,
+    "train__save_every": 2,
+    "train__eval_before": False,
+    "train__measure_plain": False,
+    "train__resume": "auto",
+    "train__decay": "constant",
+}
+PATIENCE = 300.0
+"""Seconds in which a run makes its next checkpoint or ends; it starts in five where nothing else
+runs, in fifty where all else does."""
+
+
+class Failed(SystemExit):
+    """A run that did not do what it should, with the last words of every log."""
+
+    def __init__(self, what: str, folder: Path) -> None:
+        logs = [folder / "log", *sorted(folder.glob("*/logs/*log*"))]
+        words = [
+            f"--- {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.is_file()
+        ]
+        super().__init__("\n".join([what, *words]))
+
+
+def start_python(log: Path, *arguments: object, **variables: str) -> subprocess.Popen[bytes]:
+    """A Python with one thread per operator, whose words go to the end of `log`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def begin(steps: int, folder: Path) -> Path:
+    """Run `whole`, which nobody disturbs, to its end; the configuration of the run `killed`."""
+    write_pairs(folder / "pairs.tsv")
+    files = {}
+    for run in ("whole", "killed"):
+        settings = {"train__max_steps": steps, "train__output_dir": str(folder / run)}
+        files[run] = folder / f"{run}.yaml"
+        files[run].write_text(yaml.safe_dump(tiny(folder, **COMMON, **settings).to_dict()))
+    command = ("-m", "paddle_recompute", "train", "--config", files["whole"])
+    if start_python(folder / "log", *command).wait(600):
+        raise Failed("the run that nobody disturbs fails", folder)
+    return files["killed"]
+
+
+def newest(folder: Path) -> int:
+    """The step of the newest checkpoint; 0 where there is none."""
+    steps = [int(path.name[5:]) for path in (folder / "checkpoint").glob("step-*")]
+    return max(steps, default=0)
+
+
+def verdict_of(folder: Path) -> str:
+    """Whether the runs `whole` and `killed` in `folder` have ended with the same bits."""
+    left, right = (
+        load_file(find_checkpoint(folder / run / "checkpoint").weights_file)
+        for run in ("whole", "killed")
+    )
+    equal = left.keys() == right.keys() and all(
+        np.array_equal(left[key], right[key]) for key in left
+    )
+    return "equal, bit by bit" if equal else "DIFFERENT"
 
 
 @contextlib.contextmanager
@@ -52,7 +125,7 @@ def etcd(folder: Path) -> Iterator[int]:
                 socket.create_connection(("127.0.0.1", port)).close()
                 break
             if server.poll() is not None or time.monotonic() > deadline:
-                raise Failed("etcd", "does not start", folder)
+                raise Failed("etcd does not start", folder)
             time.sleep(0.05)
         yield port
     finally:
@@ -113,16 +186,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="restart-") as base:
         folder = Path(base)
         steps = 30 * options.kills  # so many may pass from a checkpoint to the kill
-        config = begin("alone", {}, steps, folder)
+        config = begin(steps, folder)
         began = time.monotonic()
         with etcd(folder) as port:
             launcher = launch(config, folder, port, options.kills)
             chance = random.Random(options.seed)
             killed = kill_at_random(launcher, folder / "killed", options.kills, chance)
             if len(killed) < options.kills:
-                raise Failed("restarted", f"it ended after {len(killed)} kills", folder)
+                raise Failed(f"it ended after {len(killed)} kills", folder)
             if launcher.wait(PATIENCE):
-                raise Failed("restarted", f"exit code {launcher.returncode}", folder)
+                raise Failed(f"exit code {launcher.returncode}", folder)
         seconds = time.monotonic() - began
         who = ", ".join(f"{killed.count(rank)} rank {rank}" for rank in (0, 1))
         verdict = verdict_of(folder)

@@ -51,7 +51,7 @@ def train(
 
 def main() -> None:
     """Hurt a rank in every way and write down what became of the other."""
-    from benchmarks import peers_that_die  # by the name under which the ranks import it
+    from benchmarks.faults import peers_that_die  # by the name under which the ranks import it
 
     rows = []
     for name, victim, signal_number, arguments in (

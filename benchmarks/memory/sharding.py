@@ -1,9 +1,9 @@
 """Two ranks, 64 MiB of parameters, AdamW: the plain optimizer beside `ShardedOptimizer`.
 
 16 blocks of ``Linear(1024, 1024)``, each recomputed, batch 64 per rank, float32, clipping.
-Bytes are those of Paddle's allocator: the peak during the update of the third step, above what was
-there before the model. Time is the ratio within a round of one step of each variant, in one run;
-that of CPU time counts all threads of a rank. With ``--mbit``, the ranks are in two network
+Bytes are those of Paddle's allocator above what was there before the model: the peak of the third
+step, and that of its update. Time is the ratio within a round of one step of each variant, in one
+run; that of CPU time counts all threads of a rank. With ``--mbit``, the ranks are in two network
 namespaces with a link of that rate, and time by the clock is measured too; this needs root and
 iproute2.
 
@@ -60,17 +60,19 @@ def model_and_optimizer(variant: str) -> tuple[paddle.nn.Layer, Any]:
 
 
 def bytes_of(variant: str) -> dict[str, int]:
-    """Peak bytes of the third update, of the parameters, of the largest of them, and of those whose
-    moments this rank has.
+    """Peak bytes of the third step and of its update; bytes of the parameters, of the largest of
+    them, and of those whose moments this rank has.
     """
     gc.collect()  # what the variant before has left
     before = _memory.current_bytes()
     model, optimizer = model_and_optimizer(variant)
     sync = GradientSync(model, mode="fused")
-    peak = 0
+    peak = step = 0
     for _ in range(3):
+        _memory.reset_peak()
         with sync.last_backward():
             model(paddle.randn([ROWS, WIDTH])).square().mean().backward()
+        step = _memory.peak_bytes() - before
         _memory.reset_peak()
         optimizer.step()
         peak = _memory.peak_bytes() - before
@@ -79,6 +81,7 @@ def bytes_of(variant: str) -> dict[str, int]:
     owned = getattr(optimizer, "owned", sizes)
     return {
         "peak": peak,
+        "step": max(step, peak),
         "parameters": sum(sizes.values()),
         "largest": max(sizes.values()),
         "owned": sum(sizes[name] for name in owned),
@@ -140,9 +143,11 @@ def main() -> None:
             if variant != "replicated":
                 most = 2 * one["parameters"] + 2 * one["parameters"] // RANKS + one["largest"]
             figures = [f"{n / MIB:.1f}" for n in (one["peak"], has, most)]
-            rows.append([variant, *figures, f"{one['peak'] / has:.3f}"])
+            step = max(rank["bytes"][variant]["step"] for rank in found) / MIB
+            rows.append([variant, *figures, f"{one['peak'] / has:.3f}", f"{step:.1f}"])
         peak, formula = "peak MiB of an update, per rank", "formula MiB"
-        body += table(["optimizer", peak, formula, "at most MiB", "peak / formula"], rows)
+        header = ["optimizer", peak, formula, "at most MiB", "peak / formula"]
+        body += table([*header, "peak MiB of a step, per rank"], rows)
         body += ["", FORMULAS, ""]
     rows, medians = [], {}
     kinds = ["CPU time of a rank", "time by the clock"][: 2 if arguments.mbit else 1]

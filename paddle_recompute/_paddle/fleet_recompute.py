@@ -9,7 +9,10 @@ Can go when Paddle has a way to register a recompute.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -29,6 +32,25 @@ FORWARDS_TO_FLEET: Callable[..., Any] = _UTILS.recompute
 """``fleet.utils.recompute``, a function of its own that calls the other."""
 
 
+@functools.cache
+def options_of(function: Callable[..., Any], reads: str) -> frozenset[str]:
+    """The names that `function` of fleet reads out of a dict, as in ``kwargs.pop("offload")``.
+
+    Fleet's functions take ``**kwargs``, the user's and their own (2.6.2, 3.3.1, the development
+    branch of 2026), so their source alone shows the options. Read once. Can go when fleet's
+    options are parameters. Without a source there are none.
+
+    Args:
+        function: `fleet_recompute` or `fleet_recompute_hybrid`.
+        reads: How it reads them: ``"kwargs.pop"`` or ``"ctx.get"``.
+    """
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        return frozenset()
+    return frozenset(re.findall(rf"\b{re.escape(reads)}\(\s*['\"](\w+)", source))
+
+
 def holders_of(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]:
     """Each module that is loaded and has `function` under a global name, with that name."""
     for module in list(sys.modules.values()):
@@ -37,6 +59,19 @@ def holders_of(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]
         for name, value in list(vars(module).items()):
             if value is function:
                 yield module, name
+
+
+def private_copies() -> list[Callable[..., Any]]:
+    """The ``recompute`` of each private copy of fleet's that is imported by now.
+
+    ``transformers.refined_recompute`` of PaddleFormers (1.2) and of PaddleNLP (its development
+    branch) calls fleet's with ``use_reentrant=True`` and an engine of its own with False.
+    """
+    return [
+        module.recompute
+        for name, module in list(sys.modules.items())
+        if name.endswith(".transformers.refined_recompute") and hasattr(module, "no_recompute")
+    ]
 
 
 def rebind(function: Callable[..., Any], other: Callable[..., Any]) -> list[tuple[str, str]]:

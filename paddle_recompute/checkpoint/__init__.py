@@ -28,7 +28,7 @@ from paddle_recompute.checkpoint.reading import (
     Checkpoint,
     NoCheckpointError,
     find_checkpoint,
-    has_checkpoint,
+    open_checkpoint,
 )
 from paddle_recompute.checkpoint.saving import save_checkpoint
 
@@ -36,6 +36,6 @@ __all__ = [
     "Checkpoint",
     "NoCheckpointError",
     "find_checkpoint",
-    "has_checkpoint",
+    "open_checkpoint",
     "save_checkpoint",
 ]

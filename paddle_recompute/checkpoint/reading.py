@@ -119,7 +119,7 @@ def find_checkpoint(
         if at_most is not None and step > at_most:
             continue
         try:
-            found = _open(candidate)
+            found = open_checkpoint(candidate)
         except CheckpointError as error:
             faults.append(str(error))
             continue
@@ -136,17 +136,17 @@ def find_checkpoint(
     )
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether `folder` has a checkpoint, damaged or not."""
-    return bool(checkpoints_in(folder))
-
-
 def sync_file(rank: int) -> str:
     """The name of a rank's sync file."""
     return f"sync_rank{rank}.safetensors"
 
 
-def _open(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """One checkpoint, ``checkpoint/step-300``. Reads all its bytes.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
     old = folder / "model.pdparams"
     if old.exists():
         raise CheckpointError(

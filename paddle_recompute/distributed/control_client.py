@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from paddle_recompute.distributed.control_link import ControlLink
 from paddle_recompute.distributed.control_server import TICK, ControlServer
-from paddle_recompute.distributed.control_wire import Message
+from paddle_recompute.distributed.control_wire import Message, RunKey
 from paddle_recompute.distributed.peer_state import PeerState, Said, Scope, ranks_apart, where
 from paddle_recompute.distributed.shutdown import Failure, Shutdown
 from paddle_recompute.errors import PeerError, SyncError
@@ -68,7 +68,7 @@ class ControlClient:
         size: int,
         host: str,
         port: int,
-        key: bytes,
+        key: RunKey,
         patience: float,
         server: ControlServer | None = None,
     ) -> None:

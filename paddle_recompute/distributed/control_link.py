@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from paddle_recompute.distributed import control_wire as wire
 from paddle_recompute.distributed.control_server import TICK
-from paddle_recompute.distributed.control_wire import Message
+from paddle_recompute.distributed.control_wire import Message, RunKey
 from paddle_recompute.distributed.peer_state import CONTROL_KEY, PeerState
 
 
@@ -29,7 +29,9 @@ class ControlLink:
         patience: Seconds to reach it.
     """
 
-    def __init__(self, state: PeerState, host: str, port: int, key: bytes, patience: float) -> None:
+    def __init__(
+        self, state: PeerState, host: str, port: int, key: RunKey, patience: float
+    ) -> None:
         self._state = state
         self._server_at = (host, port, key, patience)
         self._sending = threading.Lock()

@@ -16,27 +16,32 @@ A tick costs one byte from and to each rank.
 
 Trust: the server listens on the address that the ranks use, loopback where they do, and no longer
 when all ranks have connected. A connection has `HELLO_SECONDS` to send a `hello` of a missing rank
-with the key of the run, and no message is longer than `control_wire.LONGEST_MESSAGE`. All else
-closes the connection; a rank whose connection is closed counts as dead.
+of this run and to prove that it has the key; no message is longer than
+`control_wire.LONGEST_MESSAGE`. All else closes the connection, a process of another run with a
+warning. A rank whose connection is closed counts as dead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import secrets
 import socket
 import threading
+import warnings
 from asyncio import StreamReader, StreamWriter
 
 from paddle_recompute.distributed import control_wire as wire
 from paddle_recompute.distributed._meetings import Meetings, Waits
-from paddle_recompute.distributed.control_wire import Message
+from paddle_recompute.distributed.control_wire import Message, RunKey
 
 TICK = 1.0
 """Seconds between two signs of life."""
 HELLO_SECONDS = 5.0
 _KEY_TICKS = 5
-"""Ticks that a rank has to connect with the right key after a connection in its name had another.
+"""Ticks that a rank has to connect with the right key after a process of this run that had its
+number had another.
 """
 _MOST_SILENT = 16
 
@@ -46,7 +51,7 @@ class ControlServer:
 
     Args:
         host: The name under which the ranks reach this process.
-        key: Known to the ranks alone.
+        key: Of the run; its secret is known to the ranks alone.
         num_ranks: How many there are.
         port: Where to listen; 0: any port.
         patience: Seconds for all ranks to connect; None: no limit.
@@ -55,7 +60,7 @@ class ControlServer:
     def __init__(
         self,
         host: str,
-        key: bytes,
+        key: RunKey,
         num_ranks: int,
         *,
         port: int = 0,
@@ -71,7 +76,7 @@ class ControlServer:
         self._cause: list[Message] = []  # the first failure or death: it ends the run
         self._left: dict[int, str] = {}  # in good order, and where
         self._untold: dict[int, str] = {}
-        self._said_silent = False
+        self._said_silent = self._has_warned = False
         self._meetings = Meetings(self._tell)
         self._waits = Waits(self._tell)
         self._listening = _listen(host, port)
@@ -118,14 +123,22 @@ class ControlServer:
     async def _authenticate(self, reader: StreamReader, writer: StreamWriter) -> int | None:
         """The rank that has connected; None if it is none that is missing."""
         hello = wire.decode(await reader.readline())
-        rank: int = hello["rank"]
-        if type(rank) is not int or not 0 <= rank < self._num_ranks or rank in self._lines:
+        rank, host, run = hello["rank"], str(hello["host"])[:64], hello["run"]
+        if type(rank) is not int or not 0 <= rank < self._num_ranks:
             return None
-        if not wire.has_key(hello, self._key):
+        if run != self._key.run:
+            self._warn_once(rank, host)
+            return None
+        theirs, own = bytes.fromhex(hello["nonce"]), secrets.token_bytes(wire.NONCE)
+        writer.write(own + self._key.proof(b"server", theirs, own))
+        proof = await reader.readexactly(wire.PROOF)
+        if rank in self._lines:
+            return None
+        if not hmac.compare_digest(proof, self._key.proof(b"rank", theirs, own)):
             writer.write(wire.REFUSED)
-            self._refused.setdefault(rank, (0, str(hello["host"])[:64]))
+            self._refused.setdefault(rank, (0, host))
             return None
-        self._lines[rank], self._quiet[rank], self._hosts[rank] = writer, 0, hello["host"]
+        self._lines[rank], self._quiet[rank], self._hosts[rank] = writer, 0, host
         self._refused.pop(rank, None)
         writer.write(wire.ACCEPTED)
         for message in [*self._cause, *_ends(self._left)]:
@@ -135,6 +148,16 @@ class ControlServer:
             hosts = {str(one): host for one, host in self._hosts.items()}
             self._tell_all({"kind": "hosts", "hosts": hosts})
         return rank
+
+    def _warn_once(self, rank: int, host: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a process on {host!r} has connected to the control port of this run as rank "
+                f"{rank} of another run (another PADDLE_MASTER or PADDLE_TRAINER_ENDPOINTS); it "
+                "was not let in, and this run waits for its own ranks",
+                stacklevel=2,
+            )
 
     def _take(self, rank: int, message: Message) -> None:
         match message["kind"]:

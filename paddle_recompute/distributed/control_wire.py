@@ -1,16 +1,19 @@
 """What travels on the control connection: the handshake, signs of life, messages.
 
 A message is a line of JSON, and a sign of life is an empty line. The first message of a rank is
-`hello`, with the key of the run. The server answers with one byte: `ACCEPTED`, or `REFUSED` to a
-rank with another key. It closes the connection after `REFUSED`, and after whatever is no message.
+`hello`, with the name of the run and a nonce. The server answers with a nonce of its own and the
+proof that it has the secret of the run; the rank proves the same. The last answer is one byte:
+`ACCEPTED`, or `REFUSED` to a rank with another secret. The server closes the connection after
+`REFUSED`, to a process of another run, and after whatever is no message.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import secrets
 import socket
-from typing import Any
+from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
@@ -18,6 +21,8 @@ SIGN_OF_LIFE = b"\n"
 LONGEST_MESSAGE = 2**24
 """Bytes. The longest are lists of parameters, where the ranks' lists differ."""
 ACCEPTED, REFUSED = b"+", b"-"
+NONCE, PROOF = 16, 32
+"""Bytes."""
 
 
 class ProtocolError(Exception):
@@ -28,17 +33,43 @@ class KeyRefusedError(ConnectionError):
     """The server has another key."""
 
 
-def hello(rank: int, key: bytes, host: str = "") -> bytes:
+class RunKey(NamedTuple):
+    """What the ranks of one run have in common.
+
+    Attributes:
+        run: The name of the run, which travels in clear.
+        secret: It never travels: each side proves that it has it.
+    """
+
+    run: str
+    secret: bytes
+
+    def proof(self, role: bytes, *nonces: bytes) -> bytes:
+        """That `role`, ``b"rank"`` or ``b"server"``, has the secret."""
+        return hmac.digest(self.secret, role + b"".join(nonces), "sha256")
+
+
+def hello(rank: int, key: RunKey, nonce: bytes, host: str = "") -> bytes:
     """The first message of `rank`."""
-    return encode({"kind": "hello", "rank": rank, "host": host, "key": key.hex()})
+    told = {"rank": rank, "host": host, "run": key.run, "nonce": nonce.hex()}
+    return encode({"kind": "hello", **told})
 
 
-def has_key(message: Message, key: bytes) -> bool:
-    """Whether the sender of a `hello` has `key`. Compares in constant time."""
-    return hmac.compare_digest(message["key"].encode(), key.hex().encode())
+def introduce(line: socket.socket, rank: int, key: RunKey, host: str = "") -> None:
+    """Let the control server at the other end of `line` accept `rank`. Errors as of `connected`."""
+    own = secrets.token_bytes(NONCE)
+    line.sendall(hello(rank, key, own, host))
+    with line.makefile("rb") as answers:  # the server says no more before it has our proof
+        theirs, proof = answers.read(NONCE), answers.read(PROOF)
+    line.sendall(key.proof(b"rank", own, theirs))
+    answer = line.recv(1)
+    if answer not in (ACCEPTED, REFUSED):
+        raise ConnectionError("it closed the connection")
+    if answer == REFUSED or not hmac.compare_digest(proof, key.proof(b"server", own, theirs)):
+        raise KeyRefusedError("it has another key")
 
 
-def connected(host: str, port: int, rank: int, key: bytes, timeout: float) -> socket.socket:
+def connected(host: str, port: int, rank: int, key: RunKey, timeout: float) -> socket.socket:
     """A connection to the control server that has accepted this rank.
 
     Raises:
@@ -48,12 +79,7 @@ def connected(host: str, port: int, rank: int, key: bytes, timeout: float) -> so
     line = socket.create_connection((host, port), timeout=timeout)
     try:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.sendall(hello(rank, key, socket.gethostname()))
-        answer = line.recv(1)
-        if answer == REFUSED:
-            raise KeyRefusedError("it has another key")
-        if answer != ACCEPTED:
-            raise ConnectionError("it closed the connection")
+        introduce(line, rank, key, socket.gethostname())
     except OSError:
         line.close()
         raise

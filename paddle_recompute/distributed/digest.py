@@ -37,6 +37,7 @@ class Digests:
         weights: dict[str, paddle.Tensor] = {}
         self._sums = [_sums_of(tensor, weights) for tensor in tensors]
 
+    @functools.cached_property
     def values(self) -> list[int]:
         """The numbers, below 2**64."""
         return [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 
 from paddle_recompute._paddle.endpoint import master_endpoint
 from paddle_recompute.distributed.control_client import ControlClient
 from paddle_recompute.distributed.control_server import ControlServer
+from paddle_recompute.distributed.control_wire import RunKey
 from paddle_recompute.distributed.peer_state import CONTROL_KEY
 from paddle_recompute.errors import PeerError
 
@@ -15,9 +17,10 @@ START_SECONDS = 120.0
 """For all ranks to connect, from the start of their processes on."""
 
 
-def key_of(token: str) -> bytes:
+def key_of(token: str) -> RunKey:
     """The key of a run that `token` tells from others."""
-    return hmac.digest(os.environ.get(CONTROL_KEY, "").encode(), token.encode(), "sha256")
+    run, secret = token.encode(), os.environ.get(CONTROL_KEY, "").encode()
+    return RunKey(hashlib.sha256(run).hexdigest(), hmac.digest(secret, run, "sha256"))
 
 
 _early: list[ControlClient] = []

@@ -1,13 +1,13 @@
 """Whether the ranks start from the same values: compared once, in the agreement of the first step.
 
 Parameters must be equal. Buffers and the statistics of BatchNorms, which each rank's forward writes
-from its own rows, must be equal as long as they are what they were when they were added.
+from its own rows, must be equal as long as they are what they were when they were first added.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import itertools
 import json
 import weakref
 
@@ -24,8 +24,10 @@ from paddle_recompute.distributed import (
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync._parameters import ParameterList
 
-_compared: weakref.WeakValueDictionary[int, paddle.Tensor] = weakref.WeakValueDictionary()
-"""Buffers that the first step of another `GradientSync` has compared, by identity."""
+_first: dict[int, tuple[weakref.ref[paddle.Tensor], Digests, int]] = {}
+"""By identity: a buffer, and its digest (at a place among others) when it was first added, to
+whichever `GradientSync`: another group may have trained with it since.
+"""
 
 
 class StartValues:
@@ -47,8 +49,6 @@ class StartValues:
         self._broadcasts = broadcasts
         self._names: dict[int, str] = {}
         self._buffers: dict[int, paddle.Tensor] = {}
-        self._added: list[Digests] = []
-        """Of the buffers, as they were when they were added."""
         self._taken: Digests | None = None
         self._taken_names: list[str] = []
         self._values: list[str] = []
@@ -82,10 +82,11 @@ class StartValues:
         self._names |= {id(one): name for name, one in buffers.items()}
 
     def _add_buffers(self, buffers: dict[str, paddle.Tensor]) -> None:
-        known = self._buffers.keys() | _compared.keys()
-        new = {id(one): one for one in buffers.values() if id(one) not in known}
-        self._buffers |= new
-        self._added.append(Digests(new.values()))
+        self._buffers |= {id(one): one for one in buffers.values()}
+        new = {key: one for key, one in self._buffers.items() if key not in _first}
+        digests = Digests(new.values())
+        for place, (key, one) in enumerate(new.items()):
+            _first[key] = weakref.ref(one, functools.partial(_first.pop, key)), digests, place
 
     def take(self, num_synchronized: int) -> None:
         """Take the values of now; further calls do nothing.
@@ -97,9 +98,7 @@ class StartValues:
             return
         self._has_buffers = num_synchronized == 0
         named = {
-            name: one
-            for name, one in self._parameters().items()
-            if id(one) not in self._buffers and not (one.stop_gradient and id(one) in _compared)
+            name: one for name, one in self._parameters().items() if id(one) not in self._buffers
         }
         buffers = [*self._buffers.values()]
         self._taken_names = [
@@ -112,12 +111,11 @@ class StartValues:
         """What must be the same on all ranks in this step; the host waits for the device here."""
         if self._taken is None:
             return ""
-        values = self._taken.values()
-        first = [*itertools.chain.from_iterable(one.values() for one in self._added)]
-        num_parameters = len(values) - len(first)
+        values = self._taken.values
         self._values = [*map(str, values)]
-        for place, before in enumerate(first, num_parameters):
-            if not self._has_buffers or values[place] != before:
+        for place, key in enumerate(self._buffers, len(values) - len(self._buffers)):
+            _, digests, of_first = _first[key]
+            if not self._has_buffers or values[place] != digests.values[of_first]:
                 self._values[place] = ""  # a forward has written it
         return hashlib.sha256(json.dumps(self._values).encode()).hexdigest()
 
@@ -142,9 +140,8 @@ class StartValues:
     def end(self) -> None:
         """The ranks have compared them."""
         if self._taken is not None:
-            _compared.update(self._buffers)
             self.is_over = True
-            self._taken, self._added, self._buffers, self._values = None, [], {}, []
+            self._taken, self._buffers, self._values = None, {}, []
 
     def _parameters(self) -> dict[str, paddle.Tensor]:
         """By name: the one in a Layer, if it is known."""

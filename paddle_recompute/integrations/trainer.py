@@ -79,8 +79,10 @@ class RecomputeTrainerMixin(_Trainer):
     With ``sharding="stage1"`` their optimizer keeps its share of the state and synchronizes the
     gradients, in place of `GradientSync`; recompute and the gradient cache stay ours.
 
-    Their own recompute (``TrainingArguments.recompute``) and ours on the same Layers would be three
-    forwards: give one of them. With ``patch_fleet`` theirs is ours.
+    Their own recompute and ours would be three forwards: give one of them. Theirs is on with
+    ``TrainingArguments.recompute`` (PaddleNLP), with ``recompute_granularity`` of the arguments or
+    the model's configuration (PaddleFormers; `RecomputeConfig.from_paddleformers` reads it), or
+    with a Layer's ``enable_recompute``. With ``patch_fleet`` theirs is ours.
 
     Args:
         *args: As for their trainer.
@@ -92,7 +94,8 @@ class RecomputeTrainerMixin(_Trainer):
         ConfigError: The training arguments split the model over ranks (tensor, pipeline, expert
             parallel, sharding of stage 2 or 3, or of stage 1 with overlap, tensor fusion or
             ``split_param``, which is the default of PaddleFormers), or ask for ``amp_master_grad``
-            on several ranks; or for stage 1, whose synchronization is theirs, beside `sync`.
+            on several ranks; or for stage 1, whose synchronization is theirs, beside `sync`. Or
+            their recompute is on beside `recompute`.
     """
 
     def __init__(
@@ -114,6 +117,8 @@ class RecomputeTrainerMixin(_Trainer):
         self.recompute_report: RecomputeReport | None = None
         """Which parts are recomputed."""
         if recompute is not None:
+            if recompute.enable:
+                _refuse_a_third_forward(self.args, self.model)
             self.recompute_report = apply_recompute(self.model, recompute)
             _logger.info("%s", self.recompute_report)
         self._sync_options = dict(sync or {})
@@ -238,6 +243,29 @@ def _refuse(*given: Any) -> None:
             "under which the ranks got different weights, without the mixin too (2.6.2, 3.3.1). "
             "Remove these arguments, or use the trainer without the mixin (patch_fleet works with "
             "all of them)"
+        )
+
+
+def _refuse_a_third_forward(settings: Any, model: paddle.nn.Layer) -> None:
+    """Raise if the trainer or the model recomputes Layers of the model itself."""
+    found = {
+        f"{name}={value!r} of the training arguments"
+        for name in ("recompute", "recompute_granularity")
+        if (value := getattr(settings, name, None))
+    }
+    for layer in model.sublayers(include_self=True):
+        config = getattr(layer, "config", None)
+        # The configurations of PaddleNLP have a granularity, too, which does not switch it on.
+        if hasattr(config, "recompute_method") and config.recompute_granularity:
+            found.add(f"recompute_granularity={config.recompute_granularity!r} of model.config")
+        if getattr(layer, "enable_recompute", False):
+            found.add(f"enable_recompute of {type(layer).__name__}")
+    if found:
+        raise ConfigError(
+            f"the trainer recomputes Layers already ({', '.join(sorted(found))}), and recompute= "
+            "would add a third forward. Remove recompute=, or switch theirs off; of PaddleFormers, "
+            "RecomputeConfig.from_paddleformers(args) reads it first, and recompute_granularity="
+            "None in the arguments and in model.config switches it off"
         )
 
 

@@ -13,6 +13,7 @@ from paddle_recompute.recompute._storage import PLACES, MakeSlot, Place, Slot, s
 from paddle_recompute.recompute.function import (
     RecomputeOptions,
     recompute,
+    refuse_unknown_options,
     run_recomputed,
 )
 from paddle_recompute.recompute.kept import keep
@@ -67,6 +68,7 @@ __all__ = [
     "observed",
     "recompute",
     "recompute_wrapper",
+    "refuse_unknown_options",
     "replace_class",
     "run_recomputed",
     "slots",

@@ -32,15 +32,18 @@ _logger = logging.getLogger("paddle_recompute")
 
 
 class FirstStep:
-    """Watches a model from `apply_recompute` until its first step is over.
+    """Watches a model from `apply_recompute` until its first step is over, or it is unwrapped.
 
     Args:
         model: The model.
         parts: Its wrapped parts by name.
+        wrapping: Goes when the last of `parts` is unwrapped or gone.
         is_ours: Whether our engine recomputes them. Of fleet's, a second recompute cannot be told.
     """
 
-    def __init__(self, model: paddle.nn.Layer, parts: Mapping[str, Any], *, is_ours: bool) -> None:
+    def __init__(
+        self, model: paddle.nn.Layer, parts: Mapping[str, Any], wrapping: object, *, is_ours: bool
+    ) -> None:
         self.has_gradients = False
         """Whether a backward has given a gradient to a parameter of the model."""
         self.repeated: set[str] = set()
@@ -63,8 +66,8 @@ class FirstStep:
         watch_writes()
         self._stop_calls = on_every_call(self._tell)
         self._stop_backwards = after_each_backward(self._after_backward)
-        self._at_end_of_model = weakref.finalize(model, _stop, weakref.ref(self))
-        self._at_end_of_model.atexit = False
+        self._at_end = weakref.finalize(wrapping, _stop, weakref.ref(self))
+        self._at_end.atexit = False
 
     @property
     def not_called(self) -> list[str]:
@@ -92,7 +95,7 @@ class FirstStep:
 
     def stop(self) -> None:
         """Watch no more."""
-        self._at_end_of_model.detach()
+        self._at_end.detach()
         self._stop_calls()
         self._stop_backwards()
         self._functions = {name: part for name, part in self._functions.items() if part.is_called}

@@ -68,7 +68,11 @@ class FrameTicket(Kept):
         """The tensor, from a second run of the frame."""
         frame = self.frame
         if self.tensor is None:
-            frame.recompute(is_last)
+            try:
+                frame.recompute(is_last)
+            finally:
+                if frame.is_released:  # it failed: Paddle never frees the argument of such a hook
+                    self.frame = _RELEASED
         value = self.take(is_last or not frame.is_released, itself)
         if is_last and not frame.is_released:
             if not self.is_spent:
@@ -106,8 +110,8 @@ class Frame:
 
     observer: ClassVar[Observer | None] = None
 
-    def __init__(self, call: Call) -> None:
-        self.call: Call | None = call
+    def __init__(self, call: Call | None) -> None:
+        self.call = call
         """None: it is released."""
         self._inputs: Any = None
         self.storage: InputStorage
@@ -279,6 +283,9 @@ class Frame:
             set_gradients(had_gradients)
         again.finish()
         self.num_awaited = sum([not ticket.is_spent for ticket in tickets if ticket is not None])
+
+
+_RELEASED = Frame(None)
 
 
 class HooksAreTaken(Exception):

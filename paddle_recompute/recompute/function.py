@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import paddle
 
 from paddle_recompute._nested import tensors_in
 from paddle_recompute._paddle.backward import watch_backward
+from paddle_recompute._paddle.fleet_recompute import fleet_recompute, options_of
 from paddle_recompute._paddle.translation import never_translate, set_translator
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import ConfigError
@@ -62,6 +64,7 @@ def recompute(
     function: Callable[..., Any],
     *args: Any,
     preserve_rng_state: bool = True,
+    preserve_external_rng_state: bool = True,
     use_reentrant: bool | None = None,
     determinism_check: DeterminismCheck = "default",
     offload: Offload | None = None,
@@ -114,6 +117,8 @@ def recompute(
             backward.
         preserve_rng_state: Draw the same random numbers of Paddle, NumPy and Python in both
             forwards (needed for dropout). False saves some microseconds if the function draws none.
+        preserve_external_rng_state: Accepted as in Paddle's development branch; it has no effect.
+            The streams of NumPy and Python are read only where `function` may draw from them.
         use_reentrant: Accepted for compatibility with Paddle; it has no effect. True is logged
             once. If saved-tensor hooks of other code are in force, `function` is called without
             recompute, with a warning.
@@ -130,7 +135,8 @@ def recompute(
         What ``function(*args, **kwargs)`` returns.
 
     Raises:
-        ConfigError: An option has a value that is not allowed.
+        ConfigError: An option has a value that is not allowed; or a keyword is an option of this
+            Paddle's recompute that is not one of ours, and `function` has no parameter of its name.
         RecomputeError: `function` changes an argument in place; or, raised by the backward, its
             second forward differs from the first.
         StaticGraphError: The call is inside a branch or loop body of a Program.
@@ -149,6 +155,8 @@ def recompute(
     """
     if use_reentrant:
         log_reentrant()
+    if kwargs:
+        refuse_unknown_options(function, kwargs)
     options = _DEFAULT
     if not (preserve_rng_state is True and determinism_check == "default" and offload is None):
         options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
@@ -156,6 +164,29 @@ def recompute(
     if offload_indices:
         storage = SomeOnHost(t for index in offload_indices for t in tensors_in(args[index]))
     return run_recomputed(function, args, kwargs, options, storage=storage)
+
+
+_OF_FLEET = frozenset(
+    {"preserve_rng_state", "preserve_external_rng_state", "use_reentrant", "offload_indices"}
+)
+
+
+def refuse_unknown_options(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Raise if `kwargs` has an option of fleet's recompute that ours does not have.
+
+    Raises:
+        ConfigError: It has one, and `function` has no parameter of that name.
+    """
+    unknown = (options_of(fleet_recompute, "kwargs.pop") - _OF_FLEET).intersection(kwargs)
+    if not unknown:
+        return
+    call = function.forward if isinstance(function, paddle.nn.Layer) else function
+    for name in sorted(unknown.difference(inspect.signature(call).parameters)):
+        raise ConfigError(
+            f"recompute: {name} is an option of fleet's recompute in Paddle {paddle.__version__}, "
+            "which paddle_recompute does not have, and the function has no parameter of this name. "
+            "Remove it, or use Paddle's own recompute (without patch_fleet)"
+        )
 
 
 @functools.cache

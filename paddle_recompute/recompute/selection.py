@@ -161,6 +161,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     wrapped = tuple(name for name in candidates if name in chosen)
     cheap = tuple(name for name in wrapped if is_cheap(parts[name]))
     kept = _kept(parts, aliases, config.keep, wrapped)
+    wrapping: object = model
     if config.engine == "fleet":
         cheap = ()
         wrap_with_fleet({name: parts[name] for name in wrapped}, config.preserve_rng_state)
@@ -173,6 +174,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
                 listed(cheap),
             )
         options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
+        wrapping = options if wrapped else model  # the parts alone have the options
         owners = dict(model.named_sublayers(include_self=True))
         for names in segments:
             segment = names[-1] if len(names) > 1 else ""
@@ -183,7 +185,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
             keep_part(owners, name)
     now = named_parts(model)[0]  # functions have become `RecomputedFunction`s
     watched = {name: now[name] for name in wrapped}
-    first_step = FirstStep(model, watched, is_ours=config.engine != "fleet")
+    first_step = FirstStep(model, watched, wrapping, is_ours=config.engine != "fleet")
     return RecomputeReport(wrapped, segments, left_out, cheap, found, kept, first_step)
 
 

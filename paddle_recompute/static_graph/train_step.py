@@ -168,7 +168,7 @@ class StaticTrainStep:
                 self._builder, self._program, model, self._loss, self._in_dygraph_backward, called
             )
         self._state_to_set: dict[str, Any] = {}
-        self._has_begun = False
+        self._has_begun = self._is_resumed = False
 
     @ends_all_ranks()
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
@@ -186,7 +186,8 @@ class StaticTrainStep:
                 gradients are switched off.
             DataError: A micro-batch differs from the first in structure, shapes or dtypes; or its
                 loss is over the rows of all ranks, and the ranks have different numbers of rows.
-            SyncError: In the first step: parameters or buffers have other values on other ranks.
+            SyncError: In the first step: parameters or buffers have other values on other ranks;
+                after `set_state_dict` with moments, trained parameters.
             DivergenceError: Loss or gradient is not finite. The parameters are not usable: continue
                 from the last checkpoint.
         """
@@ -200,7 +201,7 @@ class StaticTrainStep:
             self.build(micro_batches[0])
         built = self._known()
         if not self._has_begun:
-            _check_start(built)
+            _check_start(built, is_resumed=self._is_resumed)
             self._has_begun = True
         started = time.perf_counter()
         feeds = [built.fed(one) for one in micro_batches]
@@ -295,6 +296,7 @@ class StaticTrainStep:
             CheckpointError: The state is of another model; nothing was changed.
         """
         of_program = {name: state[name] for name in state.keys() - _OF_DYGRAPH if state[name]}
+        self._is_resumed |= "optimizer" in of_program
         if self._built is None:
             copied = _nested.map_leaves(lambda leaf: np.array(as_array(leaf)), of_program)
             self._state_to_set |= copied
@@ -414,12 +416,16 @@ def _check_ranks() -> None:
         )
 
 
-def _check_start(built: Built) -> None:
+def _check_start(built: Built, *, is_resumed: bool) -> None:
+    """As the first step of a `GradientSync`; a resumed run has the buffers of each rank."""
     if is_distributed():
-        values = built.state.read()["model"]
+        values, moments = built.state.read().values()
+        if is_resumed:
+            trained = {name.rpartition(":")[0] for name in moments}
+            values = {name: value for name, value in values.items() if name in trained}
         agree_on_start(
             [*values],
-            Digests(values.values()).values(),
+            Digests(values.values()).values,
             scope_of(None),
             "Give model and set_state_dict() the same weights on every rank, for example by "
             "broadcast_from_rank0(model) of paddle_recompute.distributed",

@@ -6,9 +6,9 @@ executed.
 """
 
 from paddle_recompute.weights._pdparams import read_pdparams
+from paddle_recompute.weights._reading import read_arrays
 from paddle_recompute.weights.weights import (
     convert_weights,
-    foreign_naming,
     init_weights,
     load_weights,
     save_weights,
@@ -16,9 +16,9 @@ from paddle_recompute.weights.weights import (
 
 __all__ = [
     "convert_weights",
-    "foreign_naming",
     "init_weights",
     "load_weights",
+    "read_arrays",
     "read_pdparams",
     "save_weights",
 ]

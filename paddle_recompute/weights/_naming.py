@@ -1,8 +1,8 @@
-"""Weights of other libraries under our names: PaddleNLP's Ernie and Bert, Hugging Face's BERT.
+"""Weights of PaddleNLP and Hugging Face under our names.
 
-The three have the same operators. They differ in names, PyTorch keeps the matrix of a linear layer
-transposed, and ERNIE 2.0 and 3.0 add the embedding of a task, which is the first row for every
-text: it becomes part of the token types.
+They differ in names, PyTorch keeps the matrix of a linear layer transposed, and ERNIE 2.0 and 3.0
+add the embedding of a task, which is the first row for every text: it becomes part of the token
+types. Whatever stands before all names of an encoder (``bert.``, ``model.``) is found.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,29 +21,84 @@ Arrays = dict[str, NDArray[np.generic]]
 Naming = Literal["paddle_recompute", "paddlenlp", "huggingface"]
 NAMINGS: tuple[Naming, ...] = ("paddle_recompute", "paddlenlp", "huggingface")
 
-_WORDS = {
-    "paddle_recompute": "embeddings.word.weight",
-    "paddlenlp": "embeddings.word_embeddings.weight",
-    "huggingface": "embeddings.word_embeddings.weight",
-}
-_EMBEDDINGS = [
-    (f"embeddings.{name}.weight", f"embeddings.{name}_embeddings.weight")
-    for name in ("word", "position", "token_type")
-]
+_PARTS = ("weight", "bias")
+_TABLES = ("word", "position", "token_type")
 _TASK = "embeddings.task_type_embeddings.weight"
-_BLOCK = {  # of one block: ours and PaddleNLP's, Hugging Face's
-    "self_attn.q_proj": "attention.self.query",
-    "self_attn.k_proj": "attention.self.key",
-    "self_attn.v_proj": "attention.self.value",
-    "self_attn.out_proj": "attention.output.dense",
-    "norm1": "attention.output.LayerNorm",
-    "linear1": "intermediate.dense",
-    "linear2": "output.dense",
-    "norm2": "output.LayerNorm",
+
+
+class _Family(NamedTuple):
+    """The names of an encoder in another library.
+
+    Attributes:
+        block: Before the names of block ``{}``.
+        parts: In a block: ours and theirs.
+        beside: The others, without ``.weight``: ours and theirs. The first is the word embedding.
+    """
+
+    block: str
+    parts: dict[str, str]
+    beside: dict[str, str]
+
+
+def _beside(norm: str, **more: str) -> dict[str, str]:
+    tables = {f"embeddings.{name}": f"embeddings.{name}_embeddings" for name in _TABLES}
+    return {**tables, "embeddings.layer_norm": norm, "pooler.dense": "pooler.dense", **more}
+
+
+_OURS = ("q_proj", "k_proj", "v_proj", "out_proj", "norm1", "linear1", "linear2", "norm2")
+_OUR_PARTS = [*(f"self_attn.{name}" for name in _OURS[:4]), *_OURS[4:]]
+
+
+def _of_parts(*theirs: str) -> dict[str, str]:
+    return dict(zip(_OUR_PARTS, theirs, strict=True))
+
+
+_REST = ("intermediate.dense", "output.dense", "output.LayerNorm")
+_OF_BERT = [f"attention.self.{name}" for name in ("query", "key", "value")]
+_OF_DECODER = [
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    *("input_layernorm", "post_attention_layernorm"),
+]
+_NORM = "embeddings.LayerNorm"
+_FAMILIES: dict[str, dict[Naming, _Family]] = {
+    "bert": {
+        "huggingface": _Family(
+            "encoder.layer.{}.",
+            _of_parts(*_OF_BERT, "attention.output.dense", "attention.output.LayerNorm", *_REST),
+            _beside(_NORM),
+        ),
+        "paddlenlp": _Family(
+            "encoder.layers.{}.", _of_parts(*_OUR_PARTS), _beside("embeddings.layer_norm")
+        ),
+    },
+    "mpnet": {
+        "huggingface": _Family(
+            "encoder.layer.{}.",
+            _of_parts(*(f"attention.attn.{n}" for n in "qkvo"), "attention.LayerNorm", *_REST),
+            _beside(_NORM, **{"relative.table": "encoder.relative_attention_bias"}),
+        )
+    },
+    "distilbert": {
+        "huggingface": _Family(
+            "transformer.layer.{}.",
+            _of_parts(
+                *(f"attention.{name}_lin" for name in ("q", "k", "v", "out")),
+                *("sa_layer_norm", "ffn.lin1", "ffn.lin2", "output_layer_norm"),
+            ),
+            _beside(_NORM),
+        )
+    },
+    "decoder": {
+        "huggingface": _Family(
+            "layers.{}.",
+            dict(zip(_OF_DECODER, _OF_DECODER, strict=True)),
+            {"embeddings.word": "embed_tokens", "encoder.norm": "norm"},
+        )
+    },
 }
-_IN_A_BLOCK = re.compile(r"encoder\.layers?\.(\d{1,4})\.")  # nobody has more blocks
-_PREFIXES = ("ernie.", "bert.")
-_PARTS = ("embeddings.", "encoder.", "pooler.")
+_OUR_BLOCK = "encoder.layers.{}."
+_IN_A_BLOCK = re.compile(r"encoder\.layers\.(\d{1,4})\.(.+)")  # nobody has more blocks
 # A table of 2, 4, 8 ... positions with 2 rows before it. Smaller ones are nobody's.
 _ROBERTA_ROWS = tuple(2**power + 2 for power in range(6, 17))
 _COUNT_FROM_2 = ("roberta", "camembert", "mpnet", "longformer")
@@ -66,85 +121,145 @@ class Renamed:
 
 def naming_of(arrays: Iterable[str]) -> Naming | None:
     """Whose names these are; None: nobody's that is known here."""
+    found = _found(arrays)
+    return found[0] if found else None
+
+
+def _found(arrays: Iterable[str]) -> tuple[Naming, str, str] | None:
+    """Whose names these are, of which family, and what stands before all of them."""
     names = set(arrays)
-    for prefix in ("", *_PREFIXES, "roberta."):
-        if f"{prefix}{_WORDS['paddle_recompute']}" in names:
-            return "paddle_recompute"
-        if f"{prefix}{_WORDS['paddlenlp']}" in names:
-            is_hf = any(name.startswith(f"{prefix}encoder.layer.") for name in names)
-            return "huggingface" if is_hf else "paddlenlp"
+    for prefix in _prefixes(names, "embeddings.word.weight"):
+        return "paddle_recompute", _family_of_ours(names), prefix
+    for family, namings in _FAMILIES.items():
+        for naming, theirs in namings.items():
+            word = f"{theirs.beside['embeddings.word']}.weight"
+            first = next(iter(theirs.parts.values()))
+            for prefix in _prefixes(names, word):
+                if f"{prefix}{theirs.block.format(0)}{first}.weight" in names:
+                    return naming, family, prefix
     return None
 
 
-def to_ours(arrays: Arrays, source: str, kind: str) -> Renamed:
+def _prefixes(names: set[str], name: str) -> list[str]:
+    """What stands before `name` in each place; the shortest first."""
+    found = (one[: -len(name)] for one in names if one.endswith(name))
+    return sorted((one for one in found if not one or one.endswith(".")), key=len)
+
+
+def _family_of_ours(names: set[str]) -> str:
+    if any(name.endswith("mlp.gate_proj.weight") for name in names):
+        return "decoder"
+    if any(name.endswith("relative.table.weight") for name in names):
+        return "mpnet"
+    has_types = any(name.endswith("embeddings.token_type.weight") for name in names)
+    return "bert" if has_types else "distilbert"
+
+
+def to_ours(arrays: Arrays, source: str, kind: str, *, first_position: int = 0) -> Renamed:
     """The encoder in `arrays` under our names; every tensor is in it or named.
 
     Args:
         arrays: By the names of one of `NAMINGS`; of any other names they are returned as they are.
         source: The file, for errors.
         kind: What the configuration beside the file calls the model; "" if there is none.
+        first_position: The row of the first position in the model.
 
     Raises:
-        CheckpointError: They are of a RoBERTa, which counts its positions from 2.
+        CheckpointError: They are of a RoBERTa, which counts its positions from 2, and the model
+            does not.
     """
-    naming = naming_of(arrays)
-    if naming in (None, "paddle_recompute"):
+    found = _found(arrays)
+    if found is None or found[0] == "paddle_recompute":
         return Renamed(arrays)
-    _refuse_roberta(arrays, source, kind)
-    prefix = next((p for p in _PREFIXES if f"{p}{_WORDS['paddlenlp']}" in arrays), "")
+    naming, family, prefix = found
     inner = {name[len(prefix) :]: a for name, a in arrays.items() if name.startswith(prefix)}
     outside = [name for name in arrays if not name.startswith(prefix)]
-    ours_of = {theirs: ours for ours, theirs in _names(inner, naming).items()}
+    if first_position == 0 and family == "bert":
+        _refuse_roberta(inner, arrays, source, kind)
+    theirs = _FAMILIES[family][naming]
+    parts = ("embeddings.", "pooler.", theirs.block.partition(".")[0] + ".")
+    is_turned = naming == "huggingface" and not (family == "decoder" and _is_of_paddle(inner))
+    block = re.compile(re.escape(theirs.block).replace(r"\{\}", r"(\d{1,4})") + "(.+)")
+    ours_of = {
+        f"{there}.{one}": f"{o}.{one}" for o, there in theirs.beside.items() for one in _PARTS
+    }
+    in_block = {
+        f"{there}.{one}": f"{o}.{one}" for o, there in theirs.parts.items() for one in _PARTS
+    }
     unknown: list[str] = []
-    found: Arrays = {}
+    renamed: Arrays = {}
     for name, array in inner.items():
         # The first releases of Hugging Face's have gamma and beta.
-        ours = ours_of.get(name.replace(".gamma", ".weight").replace(".beta", ".bias"))
+        plain = re.sub(r"gamma$", "weight", re.sub(r"beta$", "bias", name))
+        ours = ours_of.get(plain)
+        if (place := block.fullmatch(plain)) and place[2] in in_block:
+            ours = _OUR_BLOCK.format(place[1]) + in_block[place[2]]
         if ours is not None:
-            found[ours] = _turned(array, ours, naming)
+            renamed[ours] = _turned(array, ours, is_turned)
         elif name != _TASK and not _is_implied(name, array):
-            of_encoder = prefix or name.startswith(_PARTS)
+            of_encoder = prefix or name.startswith(parts)
             (unknown if of_encoder else outside).append(prefix + name)
     if _TASK in inner:
-        types = inner[_EMBEDDINGS[2][1]]
-        found[_EMBEDDINGS[2][0]] = (_wide(types) + _wide(inner[_TASK])[0]).astype(_kind(types))
-    return Renamed(found, sorted(unknown), sorted(outside))  # a .safetensors file has no order
+        types = inner["embeddings.token_type_embeddings.weight"]
+        total = (_wide(types) + _wide(inner[_TASK])[0]).astype(_kind(types))
+        renamed["embeddings.token_type.weight"] = total
+    return Renamed(renamed, sorted(unknown), sorted(outside))  # a .safetensors file has no order
 
 
 def from_ours(arrays: Arrays, naming: Naming) -> tuple[Arrays, list[str]]:
-    """Our encoder under the names of another library, and what has no name there: a projection."""
+    """Our encoder under the names of another library, and what has no name there: a projection.
+
+    Raises:
+        CheckpointError: That library has no names for this architecture here.
+    """
     if naming == "paddle_recompute":
         return arrays, []
-    names = _names(arrays, naming)
-    found = {names[n]: _turned(array, n, naming) for n, array in arrays.items() if n in names}
+    family = _family_of_ours(set(arrays))
+    theirs = _FAMILIES[family].get(naming)
+    if theirs is None:
+        raise CheckpointError(
+            f"--to {naming}: no names for this encoder ({family}) are known there"
+        )
+    names: dict[str, str] = {}
+    for name in arrays:
+        inside = _IN_A_BLOCK.fullmatch(name)
+        ours, _, part = (inside[2] if inside else name).rpartition(".")
+        there = (theirs.parts if inside else theirs.beside).get(ours)
+        if there is not None:
+            names[name] = (theirs.block.format(inside[1]) if inside else "") + f"{there}.{part}"
+    is_turned = naming == "huggingface"
+    found = {there: _turned(arrays[name], name, is_turned) for name, there in names.items()}
     return found, sorted(arrays.keys() - names.keys())
 
 
 def missing_from(arrays: Arrays) -> list[str]:
     """What an encoder of ours lacks in `arrays`; poolings differ."""
-    names = _names(arrays, "paddle_recompute")
-    return [name for name in names if name not in arrays and not name.startswith("pooler.")]
+    blocks = {int(place[1]) for name in arrays if (place := _IN_A_BLOCK.fullmatch(name))}
+    family = _family_of_ours(set(arrays))
+    if family == "decoder":
+        parts = [f"{name}.weight" for name in _OF_DECODER if "_norm" not in name]
+        names = ["embeddings.word.weight", "encoder.norm.weight"]
+    else:
+        parts = [f"{name}.{one}" for name in _OUR_PARTS for one in _PARTS]
+        tables = _TABLES if family == "bert" else _TABLES[:2]
+        names = [f"embeddings.{name}.weight" for name in tables]
+        names += [f"embeddings.layer_norm.{one}" for one in _PARTS]
+    for number in range(1 + max(blocks, default=0)):
+        names += [_OUR_BLOCK.format(number) + part for part in parts]
+    return [name for name in names if name not in arrays]
 
 
-def _names(arrays: Iterable[str], naming: Naming | None) -> dict[str, str]:
-    """Our names of what all have, and those of `naming`, for as many blocks as `arrays` has."""
-    numbers = (int(found[1]) for name in arrays if (found := _IN_A_BLOCK.match(name)))
-    of_hf = naming == "huggingface"
-    parts = {"embeddings.layer_norm": "embeddings.LayerNorm", "pooler.dense": "pooler.dense"}
-    for number in range(1 + max(numbers, default=0)):
-        for ours, theirs in _BLOCK.items():
-            parts[f"encoder.layers.{number}.{ours}"] = f"encoder.layer.{number}.{theirs}"
-    names = {o: o if naming == "paddle_recompute" else theirs for o, theirs in _EMBEDDINGS}
-    for ours, theirs in parts.items():
-        for kind in ("weight", "bias"):
-            names[f"{ours}.{kind}"] = f"{theirs if of_hf else ours}.{kind}"
-    return names
+def _is_of_paddle(inner: Arrays) -> bool:
+    """Whether the matrices of a decoder are as Paddle has them: PaddleNLP has the same names."""
+    gate = inner.get("layers.0.mlp.gate_proj.weight")
+    words = inner["embed_tokens.weight"]
+    return gate is not None and gate.shape[0] == words.shape[1] != gate.shape[1]
 
 
-def _turned(array: NDArray[np.generic], ours: str, naming: Naming | None) -> NDArray[np.generic]:
-    """From our layout to that of `naming`, or back: PyTorch has the matrices transposed."""
-    is_turned = naming == "huggingface" and array.ndim == 2 and not ours.startswith("embeddings.")
-    return array.T if is_turned else array
+def _turned(array: NDArray[np.generic], ours: str, is_turned: bool) -> NDArray[np.generic]:
+    """From our layout to that of PyTorch, or back: it has the matrices transposed."""
+    is_matrix = array.ndim == 2 and not ours.startswith(("embeddings.", "relative."))
+    return array.T if is_turned and is_matrix else array
 
 
 def _is_implied(name: str, array: NDArray[np.generic]) -> bool:
@@ -154,18 +269,14 @@ def _is_implied(name: str, array: NDArray[np.generic]) -> bool:
     return name == "embeddings.token_type_ids" and not array.any()
 
 
-def _refuse_roberta(arrays: Arrays, source: str, kind: str) -> None:
+def _refuse_roberta(inner: Arrays, arrays: Arrays, source: str, kind: str) -> None:
     """Raise CheckpointError if anything tells that positions are counted from 2.
 
     The tensors of a RoBERTa have the names of BERT's. A zero row 1 of the positions is that of the
     padding.
     """
-    table = {
-        which: next((a for name, a in arrays.items() if name.endswith(theirs)), None)
-        for which, theirs in _EMBEDDINGS
-    }
-    positions = table["embeddings.position.weight"]
-    types = table["embeddings.token_type.weight"]
+    positions = inner.get("embeddings.position_embeddings.weight")
+    types = inner.get("embeddings.token_type_embeddings.weight")
     signs = {
         f"the configuration beside it says {kind}": any(one in kind for one in _COUNT_FROM_2),
         "its names say so": any(name.startswith(("roberta.", "lm_head.")) for name in arrays),
@@ -179,7 +290,7 @@ def _refuse_roberta(arrays: Arrays, source: str, kind: str) -> None:
         raise CheckpointError(
             f"{source}: holds a RoBERTa, which counts positions from 2 (its pad id plus 1): "
             f"{'; '.join(told)}. The encoder here counts from 0, so every position would get the "
-            "embedding of another one. Use weights of BERT or ERNIE"
+            "embedding of another one. model.init_from takes the folder with its config.json"
         )
 
 

@@ -37,7 +37,9 @@ from paddle_recompute.weights._reading import (
 _logger = logging.getLogger("paddle_recompute")
 
 
-def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
+def save_weights(
+    model: paddle.nn.Layer, path: str | Path, *, to: Naming = "paddle_recompute"
+) -> None:
     """Write parameters and persistable buffers of `model`, atomically, on this rank.
 
     A ``.safetensors`` file holds bfloat16 tensors as float32, without loss, because NumPy has no
@@ -46,13 +48,23 @@ def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     Args:
         model: Any Layer; wrapped sublayers and ``DataParallel`` do not change the names.
         path: Ends in ``.pdparams`` or ``.safetensors``. Its folder is created if necessary.
+        to: In whose names; of others than ours, the encoder alone is written, in float32.
 
     Raises:
-        CheckpointError: The suffix is not allowed, or the file cannot be written.
+        CheckpointError: The suffix is not allowed, or the file cannot be written, or the encoder
+            has no names there.
     """
     path = Path(path)
     check_suffix(path)
-    _write(model.state_dict(), path)
+    if to == "paddle_recompute":
+        _write(model.state_dict(), path)
+    else:
+        _write_renamed(from_ours(_for_safetensors(model.state_dict()), to)[0], path, to)
+
+
+def _write_renamed(arrays: Arrays, path: Path, to: Naming) -> None:
+    tensors = {name: paddle.to_tensor(np.ascontiguousarray(a)) for name, a in arrays.items()}
+    _write(tensors, path, "pt" if to == "huggingface" else None)  # transformers 4 asks for it
 
 
 def _write(state: dict[str, paddle.Tensor], path: Path, layout: str | None = None) -> None:
@@ -90,8 +102,10 @@ def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     _set_parameters(model, path, read_arrays(path))
 
 
-def init_weights(model: paddle.nn.Layer, path: str | Path) -> None:
-    """`load_weights`, also from a file of PaddleNLP (Ernie, Bert) or Hugging Face (BERT).
+def init_weights(
+    model: paddle.nn.Layer, path: str | Path, *, beside: Mapping[str, Arrays] | None = None
+) -> None:
+    """`load_weights`, also from a file of PaddleNLP or Hugging Face.
 
     Such a file has no ``projection``: that of `model` stays as it is. A head is left out, and if
     `model` has no ``pooler`` with weights, that of the file, too. All this is said in the log.
@@ -99,6 +113,7 @@ def init_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     Args:
         model: An `ErnieEncoder`, or any Layer with the names of the file.
         path: As for `load_weights`.
+        beside: What files of Dense layers hold, under PyTorch's names, by the name of our sublayer.
 
     Raises:
         CheckpointError: As `load_weights`; or the file holds a RoBERTa, or an encoder with tensors
@@ -111,32 +126,28 @@ def init_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     if naming in (None, "paddle_recompute") or naming_of(targets) != "paddle_recompute":
         _set_parameters(model, path, arrays)
         return
-    found = to_ours(arrays, str(path), kind_beside(path))
+    first = getattr(model, "first_position", 0)
+    found = to_ours(arrays, str(path), kind_beside(path), first_position=first)
     if found.unknown:
         raise CheckpointError(
             f"{path}: holds tensors of an encoder that the encoder here does not have: "
-            f"{listed(found.unknown)}. Use weights of BERT or ERNIE"
+            f"{listed(found.unknown)}. model.init_from takes the folder with its config.json"
         )
     if found.of_heads:
         _logger.info("%s: %s are left out; they are of a head", path, listed(found.of_heads))
     arrays = found.arrays
+    for name, dense in (beside or {}).items():
+        bias = np.zeros(len(dense["linear.weight"]), np.float32)  # a Dense may have none
+        arrays[f"{name}.weight"] = dense["linear.weight"].T
+        arrays[f"{name}.bias"] = dense.get("linear.bias", bias)
     for name in [name for name in arrays if name.startswith("pooler.") and name not in targets]:
         del arrays[name]
         _logger.info("%s: %s is left out; the model has another pooling", path, name)
-    for name in [name for name in targets if name.startswith("projection.")]:
+    random = (name for name in targets if name.startswith("projection."))
+    for name in [name for name in random if name not in arrays]:
         arrays[name] = targets[name].numpy()
         _logger.info("%s: has no %s, which starts from its random values", path, name)
     _set_parameters(model, path, arrays)
-
-
-def foreign_naming(path: str | Path) -> Naming | None:
-    """Whose names the encoder in a file has, if it is another library's.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-    """
-    naming = naming_of(read_arrays(Path(path)))
-    return None if naming == "paddle_recompute" else naming
 
 
 def convert_weights(
@@ -189,8 +200,7 @@ def convert_weights(
             f"{source}: is not a whole encoder; it lacks {listed(missing)} (names of this library)."
             " If it is one of several files, give their folder"
         )
-    tensors = {name: paddle.to_tensor(np.ascontiguousarray(a)) for name, a in renamed.items()}
-    _write(tensors, target, "pt" if to == "huggingface" else None)  # transformers 4 asks for it
+    _write_renamed(renamed, target, to)
     return len(renamed), unused
 
 

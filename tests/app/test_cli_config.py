@@ -149,6 +149,16 @@ def test_init_trains_with_the_negatives(
     assert len(data.train) + len(data.valid) == 80
 
 
+def test_init_takes_a_column_of_labels_for_what_it_is(tmp_path: Path) -> None:
+    """PaddleNLP's and RocketQA's files: label 0 is no pair, and 0 and 1 are no hard negatives."""
+    made = init(tmp_path, [[f"q {n // 2}", f"p {n}", str(n % 2)] for n in range(160)])
+    assert "80 lines have label 0 and are no pairs" in made.output
+    config, data = trained_with(tmp_path / "run.yaml")
+    assert config.contrastive.hard_negatives == 0
+    assert len(data.train) + len(data.valid) == 80
+    assert all(pair.positive.endswith(tuple("13579")) for pair in data.train)
+
+
 def test_init_fits_groups_and_duplicates(tmp_path: Path) -> None:
     init(tmp_path, [[f"q {n % 150}", f"p {n % 50}"] for n in range(600)])
     _, data = trained_with(tmp_path / "run.yaml")

@@ -9,18 +9,22 @@ from typing import Any
 from paddle_recompute.distributed import control_wire as wire
 from paddle_recompute.distributed.control_server import ControlServer
 
-KEY = b"k" * 32
+KEY = wire.RunKey("this run", b"k" * 32)
+OTHER_SECRET = wire.RunKey("this run", b"guessed")
 
 
 class SimulatedRank:
     """One rank's side of the line, message by message."""
 
-    def __init__(self, server: ControlServer, rank: int, key: bytes = KEY) -> None:
+    def __init__(self, server: ControlServer, rank: int, key: wire.RunKey = KEY) -> None:
         self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=10)
         self._reader = wire.Reader()
         self._heard: list[wire.Message] = []
-        self.socket.sendall(wire.hello(rank, key))
-        self.is_in = self.socket.recv(1) == wire.ACCEPTED
+        try:
+            wire.introduce(self.socket, rank, key)
+            self.is_in = True
+        except OSError:
+            self.is_in = False
 
     def say(self, **message: Any) -> None:
         self.socket.sendall(wire.encode(message))

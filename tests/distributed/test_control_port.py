@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from paddle_recompute.distributed import control_server
 from paddle_recompute.distributed import control_wire as wire
 from paddle_recompute.distributed.control_server import ControlServer
-from tests.distributed.simulated import KEY, SimulatedRank
+from tests.distributed.simulated import KEY, OTHER_SECRET, SimulatedRank
 from tests.fuzz import budget
 
 RANKS = 8
@@ -57,7 +58,20 @@ def ends(line: socket.socket, within: float = 10.0) -> bool:
 
 messages = st.dictionaries(
     st.sampled_from(
-        ["kind", "channel", "size", "label", "value", "most", "serial", "place", "rank", "key"]
+        [
+            "kind",
+            "channel",
+            "size",
+            "label",
+            "value",
+            "most",
+            "serial",
+            "place",
+            "rank",
+            "key",
+            "run",
+            "nonce",
+        ]
     ),
     st.recursive(
         st.none()
@@ -101,7 +115,7 @@ def test_no_connection_without_the_key_is_accepted(port: Port, said: bytes) -> N
         wire.encode({"kind": "arrive"}),
         wire.encode({"kind": "no such kind"}),
         wire.encode({"kind": ["arrive"]}),
-        wire.hello(2, KEY),
+        wire.hello(2, KEY, b""),
         b"[]\n",
         b"[" * 10**6 + b"\n",
         b"9" * 10**5 + b"\n",
@@ -126,7 +140,7 @@ def test_a_slow_hello_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(control_server, "HELLO_SECONDS", 1.0)
     port = Port()
     line, began = port.unknown(), time.monotonic()
-    line.sendall(wire.hello(1, KEY)[:-1])
+    line.sendall(wire.hello(1, KEY, b"")[:-1])
     assert ends(line)
     assert time.monotonic() - began < 4
     port.ours.end()
@@ -134,7 +148,7 @@ def test_a_slow_hello_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("rank", "key"),
-    [(1, b"guessed"), (RANKS, KEY), (2**70, KEY), (-1, KEY), (0, KEY)],
+    [(1, OTHER_SECRET), (RANKS, KEY), (2**70, KEY), (-1, KEY), (0, KEY)],
     ids=["without the key", "no such rank", "a huge rank", "a negative rank", "a rank that is in"],
 )
 def test_only_a_missing_rank_with_the_key_is_accepted(port: Port, rank: int, key: bytes) -> None:
@@ -149,15 +163,60 @@ def test_a_rank_with_another_key_ends_the_run_unless_one_with_the_right_key_come
     monkeypatch.setattr(control_server, "_KEY_TICKS", 1)
     port = Port()
     with pytest.raises(wire.KeyRefusedError):
-        wire.connected("127.0.0.1", port.server.port, 1, b"guessed", 10.0)
+        wire.connected("127.0.0.1", port.server.port, 1, OTHER_SECRET, 10.0)
     right = SimulatedRank(port.server, 1)
     assert port.ours.hear(within=4.0) == {}, "rank 1 came"
     with pytest.raises(wire.KeyRefusedError):
-        wire.connected("127.0.0.1", port.server.port, 2, b"guessed", 10.0)
+        wire.connected("127.0.0.1", port.server.port, 2, OTHER_SECRET, 10.0)
     told = port.ours.hear()
     assert (told["kind"], told["rank"], told["host"]) == ("refused", 2, socket.gethostname())
     right.end()
     port.ours.end()
+
+
+def test_a_rank_of_another_run_is_not_let_in_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_server, "_KEY_TICKS", 1)
+    port = Port()
+    with pytest.warns(UserWarning, match="as rank 1 of another run"):
+        for _ in range(2):
+            other = SimulatedRank(port.server, 1, KEY._replace(run="another run"))
+            assert not other.is_in
+    assert port.ours.hear(within=2.5) == {}
+    right = SimulatedRank(port.server, 1)
+    assert right.is_in
+    right.end()
+    port.ours.end()
+
+
+def heard_by(introduced: Callable[[socket.socket], object]) -> bytes:
+    """What a rank sends to a server that has guessed the secret."""
+    sides = [*socket.socketpair()]
+    one = threading.Thread(target=introduced, args=(sides[0],))
+    one.start()
+    sides[1].settimeout(10)
+    hello = wire.decode(sides[1].recv(4096))
+    own = b"n" * wire.NONCE
+    sides[1].sendall(own + OTHER_SECRET.proof(b"server", bytes.fromhex(hello["nonce"]), own))
+    proof = sides[1].recv(wire.PROOF)
+    sides[1].sendall(wire.ACCEPTED)
+    one.join(10)
+    return str(hello).encode() + proof
+
+
+def test_the_secret_does_not_travel_and_a_server_without_it_is_refused() -> None:
+    found = []
+
+    def introduced(line: socket.socket) -> None:
+        with pytest.raises(wire.KeyRefusedError):
+            wire.introduce(line, 1, KEY)
+        found.append("refused")
+
+    heard = [heard_by(introduced) for _ in range(2)]
+    assert found == ["refused"] * 2
+    assert heard[0][-wire.PROOF :] != heard[1][-wire.PROOF :], "a proof holds once"
+    assert all(form not in one for one in heard for form in (KEY.secret, KEY.secret.hex().encode()))
 
 
 def test_nobody_can_connect_when_all_ranks_have() -> None:

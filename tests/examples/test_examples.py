@@ -126,7 +126,10 @@ CHUNKS = ("contrastive.chunk_tokens=32", "contrastive.learnable_temperature=true
 
 
 @pytest.mark.timeout(300)  # a launcher and two ranks, beside other tests
-@pytest.mark.parametrize(("num_ranks", "settings"), [(1, MICRO_BATCHES), (2, CHUNKS)])
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [pytest.param(1, MICRO_BATCHES, marks=pytest.mark.matrix), (2, CHUNKS)],
+)
 def test_train_contrastive_finds_what_it_learned(
     num_ranks: int, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

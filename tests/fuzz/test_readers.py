@@ -96,6 +96,7 @@ def test_override(text: str) -> None:
 
 
 LINES = [b"query\tpositive\ncat\tKatze\n", b"\xef\xbb\xbfa\tb\tc\n\n", b"a\t\n", b"\r\n"]
+LINES += [b"query\ttitle\tpositive\tlabel\na\tb\tc\t1\n", b"a\tb\t0\nc\td\t1\n"]
 
 
 @bounded
@@ -120,6 +121,20 @@ def test_jsonl(value: Any, on_bad_line: Any) -> None:
     file = written("p.jsonl", "\n".join(lines).encode("utf-8", "surrogatepass"))
     for negatives in ((0, 0), (2, 9)):
         reads(lambda n=negatives: read_pairs(file, on_bad_line=on_bad_line, negatives=n))
+
+
+DPR = b'[{"question": "a", "positive_ctxs": [{"title": "b", "text": "c"}], "answers": []}]'
+
+
+@bounded
+@given(
+    changed([DPR, b'{"anchor": "a", "pos": ["b"], "label": 1}\n' * 2])
+    | values.map(lambda value: json.dumps([value, {"query": "a", "pos": value}]).encode()),
+    st.sampled_from(["raise", "skip"]),
+)
+def test_json(content: bytes, on_bad_line: Any) -> None:
+    file = written("p.json", content)
+    reads(lambda: read_pairs(file, on_bad_line=on_bad_line, max_file=1000))
 
 
 @bounded

@@ -24,7 +24,7 @@ spaces = st.sampled_from(["", " ", "\t", "\u3000", "\x1c"])
 words = st.text(
     st.characters(codec="utf-8", exclude_characters="\n\r\t\0") | st.sampled_from("\u2028\x85\x0c"),
     max_size=6,
-).filter(str.strip)
+).filter(lambda text: text.strip() not in ("", "0", "1"))
 PLAIN_BAD = [
     b"\xff\t\xfe",
     b"\t".join([b"x" * 350] * 2),
@@ -39,11 +39,12 @@ BAD_PAIRS = {
         *PLAIN_BAD,
         b'{"query": "a"}',
         b'{"query": "a", "positive": " "}',
-        b'{"query": "a", "positive": "b", "negatives": "c"}',
+        b'{"query": "a", "positive": "b", "negatives": 1}',
+        b'{"query": "a", "anchor": "a", "positive": "b"}',
         b'{"query": "a", "positive": "b", "negatives": ["c", null]}',
         b'{"query": "a", "positive": "b", "negatives": ["c", "b"]}',
         b'{"query": "a", "positive": "b", "query": "c"}',
-        b'{"query": "a", "positive": "b", "negative": ["c"]}',
+        b'{"query": "a", "positive": "b", "negativs": ["c"]}',
         b'{"query": "\\ud800", "positive": "b"}',
         b'{"query": "a", "positive": "b"',
         b'{"query": "a", "positive": "b"} {}',
@@ -114,7 +115,9 @@ def test_no_line_of_a_damaged_file_is_lost(data: st.DataObject, suffix: str) -> 
     try:
         found = read_pairs(file, on_bad_line="skip", max_line=600)
     except DataError as error:
-        assert str(error).startswith((f"{file}: contains no pair", f"{file}: is UTF-16"))
+        assert str(error).startswith(
+            (f"{file}: contains no pair", f"{file}: is UTF-16", f"{file}: the last")
+        )
         return
     space = " \r" if suffix == ".tsv" else None
     lines = [line.decode("utf-8", "replace").strip(space) for line in content.split(b"\n")]
@@ -137,7 +140,10 @@ def plainly_judged(folder: Path) -> tuple[list[str], list[str], list[dict[int, i
         columns = [column.strip() for column in line.decode().removeprefix("\ufeff").split("\t")]
         if columns == [""] or (number == 0 and columns == ["query-id", "corpus-id", "score"]):
             continue
-        query, document, score = columns
+        if len(columns) != 3:
+            query, _, document, score = line.decode().removeprefix("\ufeff").split()
+        else:
+            query, document, score = columns
         assert re.fullmatch(r"[+-]?[0-9]+", score)
         row = [*pool].index(document)
         assert query in queries
@@ -178,7 +184,7 @@ def test_what_is_judged(files: dict[str, bytes], damaged: str | None, data: st.D
     for name, content in files.items():
         (folder / name).write_bytes(data.draw(changed([content])) if name == damaged else content)
     try:
-        found = read_judged(folder)
+        found = read_judged(folder, strict=True)
     except DataError as error:
         assert damaged or re.search("judges no document with a score|the score is", str(error))
         assert re.match(rf"{re.escape(str(folder))}/[a-z./]+(:[0-9]+)?: ", str(error))

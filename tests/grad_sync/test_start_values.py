@@ -294,6 +294,21 @@ def check_on_three_ranks() -> None:
     sync = GradientSync(model, group=group)
     stepped(sync, model)  # only the ranks of the group are compared
 
+    others = dist.new_group([1, 2])
+    for differs in (False, True):
+        model = made()
+        if differs and dist.get_rank() == 2:
+            changed(model.table.weight, doubled)
+        stepped(GradientSync(model, group=group), model)  # rank 1 writes its statistics
+        second = GradientSync(model, group=others)
+        if differs and dist.get_rank() > 0:
+            with mock.patch.object(peers(), "fail"), pytest.raises(SyncError) as raised:
+                stepped(second, model)
+            assert str(raised.value).startswith("'table.weight' differs"), raised.value
+        else:
+            stepped(second, model)
+        barrier()
+
 
 @pytest.mark.skipif(selected.is_selected(), reason="there are two simulated devices")
 def test_three_ranks() -> None:

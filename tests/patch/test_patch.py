@@ -129,6 +129,36 @@ def test_nested_patches_end_with_the_last() -> None:
     assert not is_ours(fleet.utils.recompute)
 
 
+REFINED = """
+from paddle.distributed.fleet.recompute.recompute import recompute as original_recompute
+def no_recompute(function, *args, **kwargs):
+    return function(*args, **kwargs)
+def recompute(function, *args, **kwargs):
+    if kwargs.get("use_reentrant", True):
+        return original_recompute(function, *args, **kwargs)
+    return function(*args)  # an engine of their own
+"""
+
+
+def test_the_private_copy_of_paddleformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its shape: `refined_recompute` of PaddleFormers 1.2, and a model that imports it."""
+    copy = types.ModuleType("paddleformers.transformers.refined_recompute")
+    exec(REFINED, copy.__dict__)
+    monkeypatch.setattr(copy, "recompute", copy.recompute)  # whatever the patch leaves there
+    theirs, user = copy.recompute, types.ModuleType("user")
+    with patch_fleet():
+        for module in (copy, user):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        user.recompute = theirs  # type: ignore[attr-defined]
+        assert is_ours(lambda *args: copy.recompute(*args, use_reentrant=True)) is False
+        with patch_fleet() as patch:
+            assert {f"{copy.__name__}.recompute", "user.recompute"} <= set(patch.rebound)
+            for recompute_of in (copy.recompute, user.recompute):
+                assert is_ours(lambda *a, at=recompute_of: at(*a, use_reentrant=False))
+    assert (copy.recompute, user.recompute) == (theirs, theirs)
+    assert copy.original_recompute is INNER.recompute
+
+
 def test_recompute_hybrid() -> None:
     hybrid = "paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers.recompute_hybrid"
     with patch_fleet() as patch:

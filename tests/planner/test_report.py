@@ -58,7 +58,8 @@ def test_estimate_of_another_step_makes_a_plan() -> None:
     assert batches["plain"] < 258 <= batches["smallest"] * 65 / 64
     assert told["plan"]["memory_budget"] == 50 * 2**20
     spread = ["recompute.offload_parameters=ranks", "recompute.num_shards=3"]
-    given = [*arguments, *spread, "contrastive.chunk_size=32", "--memory-budget", "1GiB"]
+    small = ["contrastive.global_batch=96", "contrastive.chunk_size=16"]
+    given = [*arguments, *spread, *small, "--memory-budget", "1GiB"]
     result = CliRunner().invoke(main, given)
     assert result.exit_code == 0, result.output
     assert "as configured: offload_parameters: ranks; the table is without it" in result.output
@@ -67,7 +68,8 @@ def test_estimate_of_another_step_makes_a_plan() -> None:
 
 @needs_peaks
 def test_estimate_needs_no_budget() -> None:
-    small = [*SMALL[:2], "model.num_layers=2", "contrastive.chunk_size=16"]
+    small = [*SMALL[:2], "model.num_layers=2", "contrastive.global_batch=32"]
+    small.append("contrastive.chunk_size=16")
     result = CliRunner().invoke(main, ["estimate", "--config", CONFIG, *small])
     assert result.exit_code == 0, result.output
     assert "as configured: a step takes" in result.output

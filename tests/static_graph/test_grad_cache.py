@@ -172,6 +172,7 @@ COMPARED: dict[str, dict[str, Any]] = {
         "chunk_size": 1,
         "options": {"tile": 3, "learnable_temperature": True},
     },
+    "a detached factor": {"make": Gated},
     "micro-batches, and chunks of more than there is": {
         "config": config_of(*MERGE_TWO),
         "batches": lambda step: [vectors(2 * step), vectors(2 * step + 1)],
@@ -185,13 +186,12 @@ COMPARED: dict[str, dict[str, Any]] = {
         "input_spec": (TEXT, TEXT),
     },
     "two towers": {"make": Towers, **TOWERS},
-    "a frozen tower": {"make": lambda: Towers(frozen=True), **TOWERS},
     "statistics, without recompute": {
         "config": config_of(CLIPPED, recompute=False),
         "make": lambda: Encoder(statistics=True),
         "chunk_size": 4,
     },
-    "a detached factor": {"make": Gated},
+    "a frozen tower": {"make": lambda: Towers(frozen=True), **TOWERS},
     # Another size of the batch needs no other Program.
     "fewer pairs": {"batches": lambda step: [vectors(step, rows=PAIRS - step)]},
 }

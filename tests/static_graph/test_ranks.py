@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -17,7 +18,8 @@ from paddle.static import InputSpec
 
 from paddle_recompute import ContrastiveLoss
 from paddle_recompute._paddle.static import ranks
-from paddle_recompute.errors import DataError, PeerError
+from paddle_recompute.distributed import barrier, peers
+from paddle_recompute.errors import DataError, PeerError, SyncError
 from paddle_recompute.static_graph import ProgramCache, StaticTrainStep, mark_checkpoint
 from tests.bfloat16 import needs_bfloat16
 from tests.distributed.mortal_ranks import results_of
@@ -290,6 +292,60 @@ def test_the_loss_is_in_float32_whatever_the_encoder_is_in() -> None:
         return [step([batch]).loss for batch in pairs()]
 
     assert losses(*BFLOAT16_ON) == losses()
+
+
+# ------------------------------------------------------------------------ the start values
+
+
+class Normed(paddle.nn.Layer):
+    """Each rank's Program writes statistics of its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = paddle.nn.Linear(HIDDEN, HIDDEN), paddle.nn.BatchNorm1D(HIDDEN)
+
+    def forward(self, batch: Any) -> Any:
+        return self.norm(self.linear(batch[0])).square().mean()
+
+
+def resumed_with_statistics_of_its_own() -> dict[str, str]:
+    """What the first step of a new Program says, by what of the state it has been given."""
+
+    def made() -> StaticTrainStep:
+        return StaticTrainStep(config_of(recompute=False), Normed, lambda model, x: model(x))
+
+    def step(one: StaticTrainStep) -> object:
+        return one([[np.full([BATCH, HIDDEN], 1.0 + dist.get_rank(), "float32")]])
+
+    first = made()
+    step(first)
+    whole = first.state_dict()
+    apart = {**whole["model"], "linear.bias": whole["model"]["linear.bias"] + dist.get_rank()}
+    told = {}
+    for name, state in {
+        "resumed": whole,
+        "of other parameters": {**whole, "model": apart},
+        "without moments": {"model": whole["model"]},
+    }.items():
+        again = made()
+        again.set_state_dict(state)
+        try:
+            with mock.patch.object(peers(), "fail"):
+                step(again)
+            told[name] = "goes on"
+        except SyncError as error:
+            told[name] = str(error).partition(" ")[0]
+        barrier()
+    return told
+
+
+def test_a_resumed_program_has_the_statistics_of_each_rank() -> None:
+    expected = {
+        "resumed": "goes on",
+        "of other parameters": "'linear.bias'",
+        "without moments": "'norm._mean'",
+    }
+    assert run_ranks(resumed_with_statistics_of_its_own, 2) == [expected] * 2
 
 
 # ------------------------------------------------------------------------- a rank that dies

@@ -17,7 +17,7 @@ from paddle_recompute.app.config import (
     load_config,
     load_settings,
 )
-from paddle_recompute.errors import ConfigError
+from paddle_recompute.errors import ConfigError, DataError
 
 
 @configured(
@@ -43,12 +43,17 @@ def validate(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> Non
 
     For example: paddle-recompute config validate --config run.yaml mode=static
 
-    A file that is not on this machine is a note. `train` also reads the files and counts the
-    devices before it starts.
+    The files are read as `train` reads them: the pairs, the tokenizer and the description of the
+    model. If one of them is not on this machine, that is a note, and none is read. `train` also
+    counts the devices before it starts.
     """
     try:
         config = load_config(config_file, overrides)
-    except ConfigError as error:
+        if not _missing_files(config):
+            from paddle_recompute.app.data import check_files
+
+            check_files(config)
+    except (ConfigError, DataError) as error:
         if as_json:
             head, *faults = str(error).split("\n  - ")
             click.echo(json.dumps({"valid": False, "faults": faults or [head]}))

@@ -32,7 +32,11 @@ _WEIGHTS = (".pdparams", ".safetensors", ".bin")
 _AGAIN = "interrupted; run the same command again to continue"
 
 _of_run = click.option(
-    "--model", "folder", required=True, metavar="FOLDER", help="The train.output_dir of a run."
+    "--model",
+    "folder",
+    required=True,
+    metavar="FOLDER",
+    help="The train.output_dir of a run, or a pretrained model (Hugging Face, PaddleNLP).",
 )
 _batch_size = number("--batch-size", 256, "Texts encoded at once.")
 
@@ -102,10 +106,17 @@ def encode(folder: str, output: str, text_file: str, **options: Any) -> None:
         is_flag=True,
         help="A document with the id of the query is no candidate for it (ArguAna, Quora).",
     ),
+    click.option(
+        "--strict",
+        is_flag=True,
+        help="Refuse judgements of unknown queries or documents, and repeated ones.",
+    ),
     _batch_size,
     as_json,
 )
-def evaluate(folder: str, data: str, split: str, as_json: bool, **options: Any) -> None:
+def evaluate(
+    folder: str, data: str, split: str, strict: bool, as_json: bool, **options: Any
+) -> None:
     """Measure retrieval on judged queries.
 
     For example: paddle-recompute evaluate --model outputs/run --data scifact
@@ -117,7 +128,7 @@ def evaluate(folder: str, data: str, split: str, as_json: bool, **options: Any) 
     from paddle_recompute.app.data import read_judged
     from paddle_recompute.app.retrieval import evaluate_encoder, load_encoder
 
-    judged = read_judged(data, split=split)
+    judged = read_judged(data, split=split, strict=strict)
     encoder = load_encoder(folder)
     total = len(judged.queries) + len(judged.pool)
     with tqdm(total=total, unit="text", desc="encode", disable=None) as bar:
@@ -209,7 +220,7 @@ def mine(
     click.option(
         "--index", "place", required=True, metavar="FILE|FOLDER", help="The output of `encode`."
     ),
-    click.option("--model", "folder", metavar="FOLDER", help="The run, if it was moved."),
+    click.option("--model", "folder", metavar="FOLDER", help="The model, if it was moved."),
     number("--top-k", 10, "Texts per query."),
     click.option(
         "--queries", "file", metavar="FILE", help="Queries, one per line; -: from standard input."
@@ -311,7 +322,8 @@ def export(folder: str, file_format: str, output: str, as_json: bool) -> None:
 
     Or: paddle-recompute export --model outputs/run --format inference --output served
 
-    The model is the newest checkpoint of FOLDER.
+    The model is the newest checkpoint of FOLDER. Weights get their tokenizer and a config.json
+    beside them, so that model.init_from and --model read them again.
     """
     is_program = file_format in ("inference", "onnx")
     if not is_program and not output.endswith(f".{file_format}"):
@@ -319,8 +331,12 @@ def export(folder: str, file_format: str, output: str, as_json: bool) -> None:
             f"--output {output}: must end in .{file_format}, as --format {file_format} says"
         )
     prepare_one_process(f"Exporting {folder}")
-    from paddle_recompute.app.retrieval import load_encoder, write_inference, write_onnx
-    from paddle_recompute.weights import save_weights
+    from paddle_recompute.app.retrieval import (
+        load_encoder,
+        write_inference,
+        write_onnx,
+        write_weights,
+    )
 
     encoder = load_encoder(folder)
     if is_program:
@@ -328,9 +344,9 @@ def export(folder: str, file_format: str, output: str, as_json: bool) -> None:
         words = f"a program of {encoder.folder}, with its tokenizer: {output}"
         tell_written(output, words, as_json, checkpoint=str(encoder.folder))
         return
-    save_weights(encoder.model, output)
+    write_weights(encoder, output)
     count = len(encoder.model.state_dict())
-    words = f"{count} tensors of {encoder.folder}: {output}"
+    words = f"{count} tensors of {encoder.folder}, with tokenizer and config.json: {output}"
     tell_written(output, words, as_json, checkpoint=str(encoder.folder), tensors=count)
 
 
@@ -359,17 +375,20 @@ def convert(
 
     For example: paddle-recompute convert --to huggingface model.pdparams model.safetensors
 
-    Writes the weights in SOURCE to TARGET under other names (.pdparams or .safetensors). With --to
-    huggingface, SOURCE may be the train.output_dir of a run, and TARGET a new folder: it gets the
-    configuration and the tokenizer too, for transformers and sentence-transformers.
+    Writes the weights in SOURCE to TARGET under other names (.pdparams or .safetensors), and their
+    tokenizer beside it. With --to huggingface, SOURCE may be the folder of any model, and TARGET a
+    new folder: it gets the configuration and the tokenizer too, for transformers and
+    sentence-transformers.
 
-    SOURCE holds an encoder of this library, PaddleNLP's Ernie or Bert, or Hugging Face's BERT.
+    SOURCE holds an encoder of this library, PaddleNLP or Hugging Face.
     It is a file, or a folder with model.safetensors.index.json. A tensor that has no name in TARGET
     (a head, a projection) is an error unless --leave-out names it. model.init_from reads all of
     these as they are.
     """
     prepare_one_process(f"Converting {source}")
-    from paddle_recompute.app.retrieval import load_encoder, write_hugging_face
+    from paddle_recompute.app.config import model_folder, tokenizer_beside
+    from paddle_recompute.app.data import load_tokenizer
+    from paddle_recompute.app.retrieval import load_encoder, write_hugging_face, write_tokenizer
     from paddle_recompute.weights import convert_weights
 
     is_of_file = any(Path(one).suffix in _WEIGHTS for one in (source, target))
@@ -381,7 +400,12 @@ def convert(
         words = f"model and tokenizer of {encoder.folder}: {target}"
         tell_written(target, words, as_json, checkpoint=str(encoder.folder))
         return
+    beside, found = tokenizer_beside(Path(source)), model_folder(Path(source))
+    if beside is not None:
+        pad_id = found.settings.get("pad_token_id", 0) if found is not None else 0
+        write_tokenizer(load_tokenizer(beside, pad_id=pad_id), Path(target))
     count, unused = convert_weights(source, target, to=naming, leave_out=leave_out)
     without = f", without {', '.join(unused)}" if unused else ""
-    words = f"{count} arrays with the names of {naming}{without}: {target}"
+    tokenizer = "" if beside is None else ", with their tokenizer"
+    words = f"{count} arrays with the names of {naming}{without}{tokenizer}: {target}"
     tell_written(target, words, as_json, arrays=count, left_out=[*unused])

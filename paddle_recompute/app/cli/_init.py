@@ -22,7 +22,7 @@ from paddle_recompute.app.cli._process import (
     tell_written,
     words_apart,
 )
-from paddle_recompute.app.config import load_config
+from paddle_recompute.app.config import load_config, model_folder
 from paddle_recompute.app.templates import render
 from paddle_recompute.errors import ConfigError, DataError
 
@@ -47,13 +47,23 @@ class _Machine(NamedTuple):
     click.option(
         "--from", "name", metavar="NAME", help="Copy a configuration of this package as it is."
     ),
+    click.option(
+        "--from-model",
+        "model",
+        metavar="FOLDER",
+        help="Begin with a pretrained model: a run, or a folder of Hugging Face or PaddleNLP.",
+    ),
     click.option("--output", default="run.yaml", show_default=True, metavar="FILE"),
     as_json,
 )
-def init(pairs: str | None, name: str | None, output: str, as_json: bool) -> None:
+def init(
+    pairs: str | None, name: str | None, model: str | None, output: str, as_json: bool
+) -> None:
     """Write a first configuration for your pairs.
 
     For example: paddle-recompute init pairs.tsv --output run.yaml
+
+    Or: paddle-recompute init --from-model all-MiniLM-L6-v2 pairs.tsv
 
     It is commented, and made for the text pairs in PAIRS and this machine. Reads all of PAIRS (.tsv
     or .jsonl, also .gz) and counts GPUs or cores. --from copies one of the configurations that come
@@ -64,13 +74,15 @@ def init(pairs: str | None, name: str | None, output: str, as_json: bool) -> Non
         raise ConfigError(
             f"--from {name}: is copied as it is, so {pairs} has no effect; give one of them"
         )
+    if model is not None and pairs is None:
+        raise ConfigError(f"--from-model {model}: needs a file of pairs to train on, too")
     if os.path.lexists(file):
         raise ConfigError(f"{file}: exists already; name another file with --output")
     known = _shipped()
     if pairs is not None:
         with words_apart(as_json):
             click.echo(f"reading {pairs}")
-            text = _fitted(Path(pairs), file)
+            text = _fitted(Path(pairs), file, Path(model) if model is not None else None)
     elif name in known:
         text = known[name].read_text(encoding="utf-8")
     else:
@@ -103,23 +115,31 @@ def _this_machine() -> _Machine:
     return _Machine("cpu", min(2, len(os.sched_getaffinity(0))), 0)
 
 
-def _fitted(path: Path, file: Path) -> str:
+def _fitted(path: Path, file: Path, model: Path | None) -> str:
     """The configuration for the pairs in `path`, which will be in `file`.
 
     Raises:
-        ConfigError: A name cannot stand in it.
+        ConfigError: A name cannot stand in it, or `model` is no folder of a model.
         DataError: The pairs cannot be read or held out.
     """
     from paddle_recompute.app.data import read_pairs, split_pairs
 
-    if not f"{path.absolute()}{file}".isprintable():
+    if not f"{path.absolute()}{file}{model}".isprintable():
         raise ConfigError(
-            f"{str(path)!r}, {str(file)!r}: a character is not printable, such as a line break, "
-            "which a configuration cannot hold; rename the file"
+            f"{str(path)!r}, {str(file)!r}, {str(model)!r}: a character is not printable, such as "
+            "a line break, which a configuration cannot hold; rename the file"
         )
+    described = model_folder(model) if model is not None else None
+    if described is None and model is not None:
+        raise ConfigError(
+            f"--from-model {model}: is no folder of a model: it has no checkpoint, no config.json"
+        )
+    longest = (described.limits if described is not None else None) or (512, 512)
     found = read_pairs(path, on_bad_line="skip")
     if found.skipped:
         click.echo(f"{len(found.skipped)} lines are no pairs, the first: {found.skipped[0]}")
+    for note in found.notes:
+        click.echo(note)
     pairs = list(dict.fromkeys(found.pairs))
     count = len(pairs)
     if count < _FEWEST_PAIRS:
@@ -149,8 +169,13 @@ def _fitted(path: Path, file: Path) -> str:
         per_rank=per_rank,
         machine=machine,
         budget=machine.card_bytes * 3 // 4 // 2**30,
-        queries=_longest([pair.query for pair in pairs]),
-        positives=_longest([text for pair in pairs for text in (pair.positive, *pair.negatives)]),
+        queries=min(longest[0], _longest([pair.query for pair in pairs])),
+        positives=min(
+            longest[1],
+            _longest([text for pair in pairs for text in (pair.positive, *pair.negatives)]),
+        ),
+        model=json.dumps(str(model.absolute()), ensure_ascii=False) if model is not None else "",
+        kind=described.settings.get("name", "ernie") if described is not None else "",
         valid=valid,
         pool=min(10_000, len({pair.positive for pair in pairs})),
         train_file=json.dumps(str(path.absolute()), ensure_ascii=False),

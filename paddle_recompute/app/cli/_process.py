@@ -127,10 +127,11 @@ def prepare_one_process(doing: str) -> None:
 
 def prepare_one_of_ranks(doing: str) -> int:
     """As `prepare_one_process`; under fleetrun joins the other ranks. Returns the rank."""
-    ranks = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-    os.environ.update(speed_settings(ranks, os.environ))
+    ranks = os.environ.get("PADDLE_TRAINERS_NUM", "1")
+    here = int(os.environ.get("PADDLE_LOCAL_SIZE", ranks))
+    os.environ.update(speed_settings(here, os.environ))
     prepare_one_process(doing if is_main_rank() else "")
-    if ranks == 1:
+    if ranks == "1":
         return 0
     from paddle_recompute.distributed import join_process_group, peers
 

@@ -1,6 +1,15 @@
 """The typed configuration: a YAML file becomes a frozen tree. Works without Paddle."""
 
 from paddle_recompute.app.config._data import DataConfig, default_cache_dir
+from paddle_recompute.app.config._folder import (
+    OWN_KEY,
+    ModelFolder,
+    model_folder,
+    names_there,
+    newest_checkpoint,
+    padding_of,
+    tokenizer_beside,
+)
 from paddle_recompute.app.config._model import ModelConfig
 from paddle_recompute.app.config._section import setting_names
 from paddle_recompute.app.config._strategy import StrategyConfig
@@ -10,9 +19,11 @@ from paddle_recompute.app.config.loading import Setting, load_config, load_setti
 from paddle_recompute.app.config.schema import Config
 
 __all__ = [
+    "OWN_KEY",
     "Config",
     "DataConfig",
     "ModelConfig",
+    "ModelFolder",
     "Setting",
     "StrategyConfig",
     "check_in_a_program",
@@ -20,7 +31,12 @@ __all__ = [
     "line_of_yaml",
     "load_config",
     "load_settings",
+    "model_folder",
+    "names_there",
+    "newest_checkpoint",
+    "padding_of",
     "schedule_of",
     "setting_names",
     "sync_arguments",
+    "tokenizer_beside",
 ]

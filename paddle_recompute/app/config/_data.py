@@ -21,7 +21,7 @@ def default_cache_dir() -> Path:
 
 def _source_names_its_file(v: Values) -> Broken:
     if v["source"] == "files" and v["train_file"] is None:
-        yield "train_file", "required with source: files; a .tsv or .jsonl file"
+        yield "train_file", "required with source: files; a file of pairs"
 
 
 class DataConfig(Section):
@@ -29,7 +29,8 @@ class DataConfig(Section):
 
     Attributes:
         source: Cedict: CC-CEDICT, written into `cache_dir`; files: the file `train_file`.
-        train_file: Training pairs, .tsv or .jsonl, also .gz.
+        train_file: Training pairs, .tsv, .jsonl, .json or .txt (one text per line, its own
+            positive), also .gz.
         valid_file: Evaluation pairs; None: `valid_pairs` of the other pairs are held out.
         cache_dir: Folder for mined pairs and tokenizers.
         no_duplicates: True: no two pairs of a global batch have an equal query or an equal

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from paddle_recompute.app.config._folder import ARCHITECTURES, Architecture, model_folder
 from paddle_recompute.app.config._section import Broken, Section, Values, default_of
 from paddle_recompute.app.config._types import Count, Probability, UserPath, Width
 
@@ -47,6 +49,27 @@ def _heads_divide(v: Values) -> Broken:
         yield "num_heads", f"must divide hidden_size = {hidden}; the remainder is {hidden % heads}"
 
 
+def _settings_are_of_the_architecture(v: Values) -> Broken:
+    name = v["name"]
+    if ":" in name:
+        return
+    is_decoder = ARCHITECTURES[name].is_decoder
+    for field in ("num_key_value_heads", "head_dim", "rope_theta"):
+        if (v[field] is not None) != is_decoder:
+            words = f"is required with name: {name}" if is_decoder else f"is not known to {name}"
+            yield field, words
+    if is_decoder and v["num_key_value_heads"] and v["num_heads"] % v["num_key_value_heads"]:
+        yield "num_key_value_heads", f"must divide num_heads = {v['num_heads']}"
+    if (v["activation"] == "silu") != is_decoder:
+        yield "activation", "silu is that of the decoders, which have no other"
+    if (first := ARCHITECTURES[name].first_position) and v["pad_token_id"] != first - 1:
+        yield "pad_token_id", f"must be {first - 1}: {name} counts positions from behind it"
+    if v["type_vocab_size"] and is_decoder:
+        yield "type_vocab_size", f"must be 0: {name} has no sentence types"
+    if v["pooling"] == "cls" and (is_decoder or name in ("mpnet", "distilbert")):
+        yield "pooling", f"cls is BERT's pooler, which {name} does not have; first takes the token"
+
+
 def _settings_are_of_the_model(v: Values) -> Broken:
     name = v["name"]
     if ":" not in name:
@@ -67,7 +90,7 @@ class ModelConfig(Section):
     """The encoder. A preset sets every dimension that is not given.
 
     Attributes:
-        name: The architecture: ernie, or a Layer of your own as package.module:Class, which gets
+        name: The architecture, or a Layer of your own as package.module:Class, which gets
             ids [batch, length] and returns vectors [batch, dim].
         options: Arguments of a Layer of your own.
         preset: Published dimensions; dimensions that are given override them; None: all dimensions
@@ -76,41 +99,55 @@ class ModelConfig(Section):
         hidden_size: Width of the encoder, in features.
         num_layers: Number of Transformer blocks.
         num_heads: Attention heads; must divide `hidden_size`.
+        num_key_value_heads: Heads of the keys and values of a decoder; must divide `num_heads`.
+        head_dim: Width of a head of a decoder, in features.
+        rope_theta: Base of the rotary positions of a decoder.
         intermediate_size: Width of the feed-forward layer, in features.
-        max_position_embeddings: Longest text the model can read, in tokens.
-        type_vocab_size: Number of sentence types.
+        max_position_embeddings: Rows of the position table, which is the longest text the model
+            can read, in tokens; RoBERTa and MPNet leave 2 of them empty.
+        type_vocab_size: Number of sentence types; 0: none.
+        pad_token_id: The id of padding; that of the tokenizer.
         hidden_dropout: Probability of dropping a hidden feature (published for ERNIE).
         attention_dropout: Probability of dropping an attention weight (published for ERNIE).
         activation: Activation function of the feed-forward layer.
-        pooling: cls: first token, then tanh; mean: average over all tokens except padding.
+        pooling: cls: first token, then BERT's dense layer and tanh; first, last: that token as it
+            is; mean, max: of all tokens except padding.
         projection_size: Width of the text vector, in features; None: `hidden_size`, no projection.
+        projection_activation: Behind the projection; None: none.
         layer_norm_epsilon: Added to a variance (ERNIE: 1e-12); Paddle takes no more than 1e-3.
         initializer_range: Standard deviation of the initial weights (published for ERNIE).
-        init_from: File with initial weights, .pdparams or .safetensors, or folder with
-            model.safetensors.index.json, of this library, of PaddleNLP (Ernie, Bert) or Hugging
-            Face (BERT); None: random weights.
+        init_from: Folder of a model: a run, a checkpoint, or of Hugging Face,
+            sentence-transformers or PaddleNLP; what it says need not be given here. Or a file of
+            weights, .pdparams or .safetensors; None: random weights.
         query_prompt: Put before each query, such as 'query: '.
         document_prompt: Put before each positive and negative.
     """
 
-    rules = (_heads_divide, _settings_are_of_the_model)
+    rules = (_heads_divide, _settings_are_of_the_architecture, _settings_are_of_the_model)
     completed_by = "preset"
 
-    name: str = Field("ernie", pattern=r"^(ernie|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    name: str = Field(
+        "ernie", pattern=rf"^({'|'.join(ARCHITECTURES)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+    )
     options: dict[str, Any] = Field(default_factory=dict)
     preset: Literal["tiny", "base", "large"] | None = None
     vocab_size: Count | None = None
     hidden_size: Width = Field(description="width of the encoder, in features")
     num_layers: Count = Field(description="number of Transformer blocks")
     num_heads: Count = Field(description="attention heads; must divide hidden_size")
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    rope_theta: float | None = Field(None, gt=0)
     intermediate_size: Width = Field(description="width of the feed-forward layer, in features")
     max_position_embeddings: Count = Field(description="longest text the model can read, in tokens")
-    type_vocab_size: Count = Field(description="number of sentence types")
+    type_vocab_size: int = Field(ge=0, le=2**31 - 1, description="number of sentence types")
+    pad_token_id: int = Field(0, ge=0, le=2**31 - 1)
     hidden_dropout: Probability = 0.1
     attention_dropout: Probability = 0.1
-    activation: Literal["gelu", "relu"] = "gelu"
-    pooling: Literal["cls", "mean"] = "cls"
+    activation: Literal["gelu", "relu", "silu"] = "gelu"
+    pooling: Literal["cls", "first", "mean", "max", "last"] = "cls"
     projection_size: Width | None = None
+    projection_activation: Literal["tanh"] | None = None
     layer_norm_epsilon: float = Field(1e-12, gt=0, le=1e-3)
     initializer_range: float = Field(0.02, gt=0)
     init_from: UserPath | None = None
@@ -127,10 +164,27 @@ class ModelConfig(Section):
         """Whether it is a Layer of the user's."""
         return ":" in self.name
 
+    @property
+    def architecture(self) -> Architecture:
+        """In what it differs from BERT."""
+        return ARCHITECTURES.get(self.name, Architecture())
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest text that it reads."""
+        return self.max_position_embeddings - self.architecture.first_position
+
     @staticmethod
     def complete(given: dict[str, Any]) -> dict[str, Any]:
-        """Fill in the dimensions of the preset; dimensions in the file override them."""
+        """Fill in what the preset and the folder of the weights say.
+
+        Raises:
+            ConfigError: The folder says something else than `given`, or cannot be used.
+        """
         if ":" in str(given.get("name", "")):
             return {**_OWN_MODEL, **given}
-        preset = given.get("preset")
-        return {**PRESETS.get(preset, {}), **given} if isinstance(preset, str) else given
+        preset, place = given.get("preset"), given.get("init_from")
+        if isinstance(preset, str):
+            given = {**PRESETS.get(preset, {}), **given}
+        found = model_folder(Path(place).expanduser()) if isinstance(place, str | Path) else None
+        return found.completed(given) if found is not None else given

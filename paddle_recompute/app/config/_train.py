@@ -58,7 +58,8 @@ class TrainConfig(Section):
         best_metric: The metric that the best checkpoint has the highest value of.
         patience: Evaluations in a row without a higher `best_metric` that end the run.
         eval_batch: Texts encoded at once in evaluation, per rank.
-        eval_before: True: the untrained model is evaluated too.
+        eval_before: True: the model is evaluated before training, too; with `eval_every` step 0
+            may be the best.
     """
 
     rules = (

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from paddle_recompute.app.config import library
 from paddle_recompute.app.config._contrastive import ContrastiveConfig
 from paddle_recompute.app.config._data import DataConfig
+from paddle_recompute.app.config._folder import ARCHITECTURES, tokenizer_beside
 from paddle_recompute.app.config._model import ModelConfig
 from paddle_recompute.app.config._section import (
     Broken,
@@ -92,10 +93,13 @@ def _a_chunk_holds_a_text(v: Values) -> Broken:
 
 
 def _texts_fit_the_model(v: Values) -> Broken:
-    longest = v["model.max_position_embeddings"]
+    kind = ARCHITECTURES.get(v["model.name"])
+    empty = kind.first_position if kind else 0
+    longest = v["model.max_position_embeddings"] - empty
     for path in ("data.max_query_tokens", "data.max_positive_tokens"):
         if v[path] > longest:
-            yield path, f"must be at most model.max_position_embeddings = {longest}"
+            less = f" - {empty}" if empty else ""
+            yield path, f"must be at most model.max_position_embeddings{less} = {longest}"
 
 
 def _largest_dim_is_the_vector(v: Values) -> Broken:
@@ -106,6 +110,18 @@ def _largest_dim_is_the_vector(v: Values) -> Broken:
         yield (
             "contrastive.matryoshka_dims",
             f"must have model.{name} = {size} as its largest: behind it nothing is trained",
+        )
+
+
+def _copies_need_dropout(v: Values) -> Broken:
+    file, is_own = v["data.train_file"], ":" in v["model.name"]
+    if file is None or is_own or ".txt" not in Path(file).suffixes[-2:]:
+        return
+    if not (v["model.hidden_dropout"] or v["model.attention_dropout"]):
+        yield (
+            "model.hidden_dropout",
+            "must be above 0 with one text per line (data.train_file: .txt): the two vectors of a "
+            "text differ by dropout alone",
         )
 
 
@@ -140,6 +156,7 @@ class Config(Section):
         _a_chunk_holds_a_text,
         _texts_fit_the_model,
         _largest_dim_is_the_vector,
+        _copies_need_dropout,
     )
 
     mode: Literal["dygraph", "static"] = "dygraph"
@@ -186,16 +203,14 @@ class Config(Section):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The file of ``data.tokenizer``, or of the folder that ``model.init_from`` names.
+        """The file of ``data.tokenizer``, or that beside the weights of ``model.init_from``.
 
         None: a vocabulary is trained on the pairs.
         """
-        place = self.data.tokenizer or self.model.init_from
-        if place is not None:
-            for file in (place / "tokenizer.json", place / "vocab.txt"):
-                if file.is_file():
-                    return file
-        return self.data.tokenizer
+        place = self.data.tokenizer
+        if place is None:
+            return tokenizer_beside(self.model.init_from) if self.model.init_from else None
+        return (tokenizer_beside(place) if place.is_dir() else None) or place
 
     def for_static(self) -> StaticConfig:
         """What a Program follows; raises ConfigError where a static graph cannot honour it."""

@@ -2,9 +2,16 @@
 
 from paddle_recompute.app.data.cedict import mine_cedict
 from paddle_recompute.app.data.judged import JudgedQueries, read_judged
-from paddle_recompute.app.data.loader import PairLoader, build_loader
-from paddle_recompute.app.data.pairs import Pair, parsed, read_pairs
-from paddle_recompute.app.data.prepare import PreparedData, Source, check_files, prepare_data
+from paddle_recompute.app.data.lines import parsed
+from paddle_recompute.app.data.loader import PairLoader, Position, build_loader
+from paddle_recompute.app.data.pairs import Pair, read_pairs
+from paddle_recompute.app.data.prepare import (
+    PreparedData,
+    Source,
+    check_files,
+    check_vocabulary,
+    prepare_data,
+)
 from paddle_recompute.app.data.split import Split, normal_form, split_pairs
 from paddle_recompute.app.data.tokenizer import PairTokenizer, load_tokenizer, train_tokenizer
 
@@ -13,11 +20,13 @@ __all__ = [
     "Pair",
     "PairLoader",
     "PairTokenizer",
+    "Position",
     "PreparedData",
     "Source",
     "Split",
     "build_loader",
     "check_files",
+    "check_vocabulary",
     "load_tokenizer",
     "mine_cedict",
     "normal_form",

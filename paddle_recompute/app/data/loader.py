@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import NonNegativeInt, PositiveInt
 
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data.negatives import HardNegatives
@@ -72,6 +74,25 @@ def distinct_batches(order: Rows, numbers: Rows, size: int) -> Rows:
         found.append(batch)
 
 
+@dataclass
+class Position:
+    """Where a run is in its pairs: whatever batches it goes on with, it sees no pair twice.
+
+    Attributes:
+        epoch: Counted from 0.
+        taken: Of this epoch: the pairs of a global batch, and how many such batches, in order.
+    """
+
+    epoch: NonNegativeInt = 0
+    taken: list[tuple[PositiveInt, NonNegativeInt]] = field(default_factory=list)
+
+    def take(self, size: int) -> None:
+        """A global batch of `size` pairs was read."""
+        if not self.taken or self.taken[-1][0] != size:
+            self.taken.append((size, 0))
+        self.taken[-1] = size, self.taken[-1][1] + 1
+
+
 _CUT_AS = "negatives", "positive"
 _Arrays: TypeAlias = dict[str, npt.NDArray[np.int64]]
 
@@ -94,23 +115,34 @@ class PairLoader:
         sampler: RankSampler,
     ) -> None:
         self._texts, self._ids, self._negatives = texts, ids, negatives
-        self._sampler, self._epoch = sampler, 0
+        self._sampler, self._position = sampler, Position()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration; the default is that of epoch 0."""
-        self._epoch = epoch
+        self._position = Position(epoch)
+
+    def go_to(self, position: Position) -> int:
+        """Begin the next iteration behind the batches of `position`; returns how many are left."""
+        self._position = replace(position, taken=[*position.taken])
+        return len(self._sampler.left(self._position))
+
+    def position_after(self, steps: int, size: int) -> Position:
+        """The position after `steps` global batches of `size` pairs."""
+        epoch, count = divmod(steps, max(1, len(self._sampler.global_batches(0, size))))
+        return Position(epoch, [(size, count)])
 
     def __len__(self) -> int:
         """Batches in an epoch, the same on all ranks."""
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[dict[str, paddle.Tensor]]:
-        """The batches of the epoch that was set."""
+        """The batches of the epoch that was set, or those that are left of it."""
         import paddle
 
-        epoch = self._epoch
-        for number, rows in enumerate(self._sampler.batches(epoch)):
-            batch = self._collate(rows, epoch, number)
+        position = self._position
+        done = sum(count for _, count in position.taken)
+        for number, rows in enumerate(self._sampler.batches(position), done):
+            batch = self._collate(rows, position.epoch, number)
             yield {side: paddle.to_tensor(ids) for side, ids in batch.items()}
 
     def notes(self) -> list[str]:
@@ -250,7 +282,8 @@ class RankSampler:
         self.num_pairs = num_pairs
         self._local_batch, self._rank, self._num_ranks = local_batch, rank, num_ranks
         self._seed, self._texts = seed, texts
-        self._first = self._global_batches(0)
+        self._size = local_batch * num_ranks
+        self._first = self.global_batches(0, self._size)
         self.num_dropped = num_pairs - self._first.size
         self.why_dropped = " without an equal query or positive" if texts is not None else ""
 
@@ -258,20 +291,32 @@ class RankSampler:
         """Batches in an epoch."""
         return len(self._first)
 
-    def batches(self, epoch: int) -> Iterator[list[int]]:
-        """The indices of the pairs of each batch of an epoch."""
-        found = self._global_batches(epoch)[: len(self)]
-        whole = np.concatenate([found, self._first[len(found) :]])
+    def batches(self, position: Position) -> Iterator[list[int]]:
+        """The indices of the pairs of each batch of an epoch that is left after `position`."""
+        whole = self.left(position)
         for batch in whole.reshape(-1, self._num_ranks, self._local_batch)[:, self._rank]:
             yield batch.tolist()
 
-    def _global_batches(self, epoch: int) -> npt.NDArray[np.int64]:
-        """``[batches, pairs]``, as many as the order of `epoch` yields."""
+    def left(self, position: Position) -> Rows:
+        """``[batches, pairs]``: the global batches of an epoch after those that were taken."""
+        epoch, taken = position.epoch, position.taken
+        if {self._size}.issuperset(size for size, _ in taken):
+            found = self.global_batches(epoch, self._size)[: len(self)]
+            whole = np.concatenate([found, self._first[len(found) :]])
+            return whole[sum(count for _, count in taken) :]
+        seen = np.empty(0, np.int64)
+        for size, count in taken:
+            seen = np.append(seen, self.global_batches(epoch, size, without=seen)[:count])
+        return self.global_batches(epoch, self._size, without=seen)
+
+    def global_batches(self, epoch: int, size: int, without: Rows | None = None) -> Rows:
+        """``[batches, size]``, as many as the order of `epoch` yields, `without` some pairs."""
         order = np.random.default_rng([self._seed, epoch]).permutation(self.num_pairs)
-        size = self._local_batch * self._num_ranks
+        if without is not None:
+            order = order[~np.isin(order, without)]
         if self._texts is not None:
             return distinct_batches(order, self._texts, size)
-        return order[: self.num_pairs // size * size].reshape(-1, size)
+        return order[: len(order) // size * size].reshape(-1, size)
 
     def random(self, epoch: int, number: int, count: int) -> npt.NDArray[np.float64]:
         """`count` random numbers for each pair of a batch: those of any other number of ranks."""

@@ -1,11 +1,15 @@
-"""Read text pairs from TSV and JSON Lines files; every bad line is reported.
+"""Read text pairs from the files that people have; every bad line is reported.
 
 A file is UTF-8, with or without a byte order mark, and may be compressed (``.gz``):
 
 - ``.tsv``: ``query<TAB>positive[<TAB>negative...]``. There is no quoting and no escaping. The first
-  line is a header if it reads exactly ``query<TAB>positive``, with any number of ``<TAB>negative``.
-- ``.jsonl``: one object per line, with the strings ``query`` and ``positive`` and, if there are
-  any, ``negatives``, a list of strings.
+  line may be a header of other columns: ``query``, ``title`` (of the positive), ``positive``,
+  ``negative`` and ``label``. Without a header, a third column of 0 or 1 in the first line makes it
+  the label of all lines. Label 0 is no pair.
+- ``.jsonl``: one object per line, with the keys of `_NAMES`: ``query``, ``positive`` (or several, a
+  list) and ``negatives``, each a string or an object with ``title`` and ``text``.
+- ``.json``: the same as a list, as DPR has it, or as lines.
+- ``.txt``: one text per line, its own positive (SimCSE).
 
 Whitespace around a text is removed. Blank lines are skipped. A negative that equals the positive of
 its line is refused.
@@ -14,25 +18,37 @@ its line is refused.
 from __future__ import annotations
 
 import difflib
-import gzip
 import hashlib
-import json
 import math
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Any, Literal
 
+from paddle_recompute.app.data.lines import (
+    LONGEST_LINE,
+    BadLine,
+    json_object,
+    parsed,
+    text_of,
+    titled_text,
+)
 from paddle_recompute.errors import DataError
 
-Parsed = TypeVar("Parsed")
-
-_KEYS = ("query", "positive", "negatives")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""The byte order marks of UTF-16, with which Excel saves "Unicode text"."""
+_NAMES = {
+    **dict.fromkeys(("query", "anchor", "question", "text_a", "sentence1"), "query"),
+    **dict.fromkeys(("positive", "pos", "positives", "text_b", "sentence2"), "positive"),
+    **dict.fromkeys(("passage", "positive_ctxs", "positive_passages"), "positive"),
+    **dict.fromkeys(("negatives", "negative", "neg", "hard_negative_ctxs"), "negative"),
+    "negative_passages": "negative",
+    "title": "title",
+    "label": "label",
+}
+"""What a key, or a column of a header, holds."""
+_NOT_USED = {"_id", "id", "query_id", "dataset", "answers", "negative_ctxs"}
+_NO_TITLE = ("", "-", "null")
+_SUFFIXES = (".tsv", ".jsonl", ".json", ".txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +74,15 @@ class PairFile:
         pairs: In file order, duplicates included.
         skipped: ``"file:line: what is wrong"`` for each line that was skipped.
         sha256: Of the whole content, unpacked.
+        notes: Sentences for the user about how the file was read, with numbers.
     """
 
     pairs: list[Pair]
     skipped: list[str]
     sha256: str
+    notes: list[str] = field(default_factory=list)
 
 
-class BadLine(Exception):
-    """A line that is not what it should be; the message says why."""
-
-
-LONGEST_LINE = 1 << 20
 LARGEST_FILE = 8 << 30
 
 
@@ -84,7 +97,7 @@ def read_pairs(
     r"""Read all pairs of one file.
 
     Args:
-        path: A ``.tsv`` or ``.jsonl`` file, also with ``.gz`` behind it.
+        path: A ``.tsv``, ``.jsonl``, ``.json`` or ``.txt`` file, also with ``.gz`` behind it.
         on_bad_line: ``raise`` stops at the first line that is not a pair; ``skip`` skips such lines
             and lists them in the result.
         max_line: Bytes of the longest line; a longer one is no pair.
@@ -120,225 +133,168 @@ def read_pairs(
         skipped.append(fault)
 
     digest = hashlib.sha256()
-    parse = partial(_checked, _parser_for(path), *negatives)
-    pairs = list(parsed(path, parse, refuse, max_line, max_file, digest.update))
+    parser = _Parser(path, *negatives)
+    found = parsed(path, parser.parse, refuse, max_line, max_file, digest.update)
+    pairs = [pair for some in found for pair in some]
+    notes = parser.notes()
     if not pairs:
-        first = f" ({len(skipped)} bad lines, the first: {skipped[0]})" if skipped else ""
-        raise DataError(f"{path}: contains no pair{first}")
-    return PairFile(pairs, skipped, digest.hexdigest())
+        why = [f"{len(skipped)} bad lines, the first: {skipped[0]}"] if skipped else notes
+        raise DataError(f"{path}: contains no pair" + "".join(f" ({one})" for one in why))
+    return PairFile(pairs, skipped, digest.hexdigest(), notes)
 
 
-def _raise(fault: str) -> NoReturn:
-    raise DataError(fault) from None
-
-
-def parsed(
-    path: Path,
-    parse: Callable[[int, str], Parsed | None],
-    refuse: Callable[[str], object] = _raise,
-    max_line: int = LONGEST_LINE,
-    max_file: float = math.inf,
-    read: Callable[[bytes], object] = bool,
-) -> Iterator[Parsed]:
-    """What `parse` makes of each line of a file; where it is None, the line is left out.
+class _Parser:
+    """Makes pairs of the lines of one file.
 
     Args:
-        path: The file, also ``.gz``.
-        parse: Called with the number of a line, from 1, and its text. It may raise `BadLine`.
-        refuse: Given ``"file:line: what is wrong"`` for each line for which `parse` raises
-            `BadLine`, or which is too long or not UTF-8. By default, that is a `DataError`.
-        max_line: Bytes of the longest line.
-        max_file: Bytes of the largest file, unpacked.
-        read: Given all bytes.
-
-    Raises:
-        DataError: The file cannot be read, or is larger than `max_file` bytes.
+        path: Its name decides the format.
+        least: Of a pair, the fewest different negatives.
+        most: The most.
     """
-    for number, line in _lines(path, max_line, max_file, read):
-        try:
-            if len(line) > max_line:
-                raise BadLine(f"longer than {max_line} bytes (the limit of pairs is data.max_line)")
-            found = parse(number, _decoded(line))
-        except BadLine as reason:
-            refuse(f"{path}:{number}: {reason}")
-        else:
-            if found is not None:
-                yield found
+
+    def __init__(self, path: Path, least: float, most: float) -> None:
+        suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+        if suffix not in _SUFFIXES:
+            raise DataError(
+                f"{path}: the file name decides the format; it must end in "
+                f"{', '.join(_SUFFIXES)}, or in one of them and .gz"
+            )
+        by_format = {".tsv": self._from_tsv, ".txt": self._from_text}
+        self.parse = by_format.get(suffix, self._from_json)
+        self._path, self._least, self._most = path, least, most
+        self._columns: list[str] = []
+        self._counts: Counter[str] = Counter()
+
+    def notes(self) -> list[str]:
+        """What the lines held beside pairs."""
+        counts = self._counts
+        told = {
+            "lines have label 0 and are no pairs": counts.pop("label", 0),
+            "texts are their own positives (unsupervised SimCSE); held-out ones find themselves: "
+            "evaluate on pairs (data.valid_file)": counts.pop("text", 0),
+        }
+        notes = [f"{self._path}: {number} {what}" for what, number in told.items() if number]
+        if counts:
+            notes.append(f"{self._path}: the keys {', '.join(sorted(counts))} are not used")
+        return notes
+
+    def _from_text(self, number: int, line: str) -> list[Pair]:
+        text = line.strip()
+        self._counts["text"] += bool(text)
+        return [Pair(text, text)] if text else []
+
+    def _from_tsv(self, number: int, line: str) -> list[Pair]:
+        line = line.rstrip("\r\n")
+        if not line.strip(" "):
+            return []
+        columns = [column.strip() for column in line.split("\t")]
+        if not self._columns and self._is_header(columns):
+            return []
+        names = self._columns
+        if names[-1] == "negative":  # there may be any number of them
+            names = names + ["negative"] * (len(columns) - len(names))
+        elif len(columns) != len(names):
+            raise BadLine(f"{len(columns)} columns, expected {'<TAB>'.join(names)}")
+        if len(columns) == 1:
+            raise BadLine("1 column, expected query<TAB>positive[<TAB>negative...]")
+        texts: dict[str, list[str]] = {name: [] for name in _NAMES.values()}
+        for place, (name, text) in enumerate(zip(names, columns, strict=False), 1):
+            if not text and name != "title":
+                raise BadLine(f"empty {name} (column {place})")
+            texts[name].append(text)
+        return self._pairs(texts)
+
+    def _is_header(self, columns: list[str]) -> bool:
+        """Take the names of the columns from the first line; returns whether it is a header."""
+        self._columns = ["query", "positive", "negative"]
+        names = [_NAMES.get(column) for column in columns]
+        if {"query", "positive"} <= {*names}:
+            known = [name for name in names if name is not None]
+            if len(known) < len(names):
+                raise DataError(
+                    f"{self._path}: its header has the column {columns[names.index(None)]!r}; "
+                    f"allowed are {', '.join(_NAMES)}"
+                )
+            self._columns = known + ["negative"] * (len(known) == 2)
+            return True
+        if columns[-1] in ("0", "1") and len(columns) > len(("query", "positive")):
+            self._columns[2:] = ["label"]
+            if len(columns) > len(self._columns):
+                raise DataError(
+                    f"{self._path}: the last of {len(columns)} columns seems to be a label; name "
+                    "the columns in a first line, such as query<TAB>title<TAB>positive<TAB>label"
+                )
+        return False
+
+    def _from_json(self, number: int, line: str | dict[str, Any]) -> list[Pair]:
+        if isinstance(line, str) and not line.strip():
+            return []
+        found = json_object(line, "query and positive")
+        keys: dict[str, str] = {}
+        for key in found:
+            if key in _NOT_USED:
+                self._counts[key] += 1
+                continue
+            if key not in _NAMES:
+                near = difflib.get_close_matches(key, _NAMES, n=1)
+                hint = f"; did you mean '{near[0]}'?" if near else ""
+                raise BadLine(f"unknown key '{key}'; allowed are {', '.join(_NAMES)}{hint}")
+            if (other := keys.setdefault(_NAMES[key], key)) != key:
+                raise BadLine(f"the keys '{other}' and '{key}' mean the same")
+        for name in ("query", "positive"):
+            if name not in keys:
+                raise BadLine(f"no {name}")
+        label = found.get("label", 1)
+        texts = {
+            "query": [text_of(found, keys["query"])],
+            "positive": _texts(found, keys["positive"]),
+            "negative": _texts(found, keys["negative"]) if "negative" in keys else [],
+            "title": [text_of(found, "title")] if found.get("title") else [],
+            "label": [str(int(label) if isinstance(label, bool) else label)],
+        }
+        return self._pairs(texts)
+
+    def _pairs(self, texts: Mapping[str, Sequence[str]]) -> list[Pair]:
+        """A pair for each positive, with negatives that can be trained with."""
+        [query], negatives = texts["query"], texts["negative"]
+        if not {"0", "1"}.issuperset(texts["label"]):
+            raise BadLine(f"the label is '{texts['label'][0]:.40}', expected 0 or 1")
+        if "0" in texts["label"]:
+            self._counts["label"] += 1
+            return []
+        title = [one for one in texts["title"] if one not in _NO_TITLE]
+        positives = [" ".join([*title, one]) for one in texts["positive"]]
+        count = len(set(negatives))
+        if not set(positives).isdisjoint(negatives):
+            raise BadLine("a negative equals the positive")
+        if count > self._most:
+            raise BadLine(
+                f"{count} negatives, which training would ignore; set contrastive.hard_negatives "
+                "to the number of them that a pair has in a batch, or remove them"
+            )
+        if count < self._least:
+            raise BadLine(
+                f"{count} different negatives, fewer than contrastive.hard_negatives: "
+                f"{self._least}; add negatives, lower the number, or set contrastive.fill: random"
+            )
+        return [Pair(query, one, tuple(negatives)) for one in dict.fromkeys(positives)]
 
 
-def _checked(
-    parse: Callable[[int, str], Pair | None], least: float, most: float, number: int, line: str
-) -> Pair | None:
-    """What `parse` returns, if its negatives can be trained with."""
-    pair = parse(number, line)
-    if pair is None:
-        return None
-    count = len(set(pair.negatives))
-    if pair.positive in pair.negatives:
-        raise BadLine("a negative equals the positive")
-    if count > most:
-        raise BadLine(
-            f"{count} negatives, which training would ignore; set contrastive.hard_negatives to "
-            "the number of them that a pair has in a batch, or remove them"
-        )
-    if count < least:
-        raise BadLine(
-            f"{count} different negatives, fewer than contrastive.hard_negatives: {least}; add "
-            "negatives, lower the number, or set contrastive.fill: random"
-        )
-    return pair
-
-
-def _parser_for(path: Path) -> Callable[[int, str], Pair | None]:
-    """The function from (line number, line) to a pair, or to None for a header or blank line."""
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    parsers = {".tsv": _from_tsv, ".jsonl": _from_json}
-    if suffix not in parsers:
-        raise DataError(
-            f"{path}: the file name decides the format; it must end in .tsv, .jsonl, .tsv.gz or "
-            ".jsonl.gz"
-        )
-    return parsers[suffix]
-
-
-def _lines(
-    path: Path, max_line: int, max_file: float, read: Callable[[bytes], object]
-) -> Iterator[tuple[int, bytes]]:
-    """The lines with their numbers, without the byte order mark.
-
-    Of a line that is too long there are at least `max_line` + 1 bytes.
-    """
-    number, size, is_rest = 0, 0, False
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            # The first line may be longer by the mark.
-            while line := file.readline(max_line + 1 + len(_BYTE_ORDER_MARK) * (not number)):
-                read(line)
-                number += not is_rest
-                size += len(line)
-                if size > max_file:
-                    raise DataError(
-                        f"{path}:{number}: the file is larger than {max_file} bytes (data.max_file)"
-                        + (", unpacked" if path.suffix == ".gz" else "")
-                        + "; raise the limit if it is meant to be so large"
-                    )
-                if number == 1 and line.startswith(_UTF_16):
-                    raise DataError(f"{path}: is UTF-16; save it as UTF-8")
-                if not is_rest:
-                    yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
-                is_rest = not line.endswith(b"\n")
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip data after line {number} ({error})") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _decoded(line: bytes) -> str:
-    """The text of a line.
-
-    Raises:
-        BadLine: It is not UTF-8, or holds what comes of another encoding or other line ends.
-    """
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadLine(
-            f"not UTF-8: {error.reason} (0x{line[error.start]:02x}) at byte {error.start + 1} of "
-            "the line"
-        ) from None
-
-    if "\0" in text:
-        raise BadLine("not text: holds the character NUL; save the file as UTF-8")
-    if "\r" in text.strip():
-        raise BadLine("a carriage return inside of the line; end lines with a line feed")
-    return text
-
-
-def _from_tsv(number: int, line: str) -> Pair | None:
-    line = line.rstrip("\r\n")
-    if not line.strip(" "):
-        return None
-    columns = line.split("\t")
-    if number == 1 and columns[:2] == ["query", "positive"] and set(columns[2:]) <= {"negative"}:
-        return None
-    if len(columns) == 1:
-        raise BadLine("1 column, expected query<TAB>positive[<TAB>negative...]")
-    texts = [column.strip() for column in columns]
-    for place, text in enumerate(texts):
-        if not text:
-            name = ("query", "positive")[place] if place < 2 else "negative"
-            raise BadLine(f"empty {name} (column {place + 1})")
-    return Pair(texts[0], texts[1], tuple(texts[2:]))
-
-
-def _from_json(number: int, line: str) -> Pair | None:
-    if not line.strip():
-        return None
-    found = json_object(line, "query and positive")
-    for key in found:
-        if key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise BadLine(f"unknown key '{key}'; allowed are {', '.join(_KEYS)}{hint}")
-    query, positive = (text_of(found, key) for key in ("query", "positive"))
-    negatives = found.get("negatives", [])
-    if not isinstance(negatives, list):
-        raise BadLine(f"negatives is {kind_of(negatives)}, expected a list of strings")
-    named = {f"negatives[{place}]": text for place, text in enumerate(negatives)}
-    return Pair(query, positive, tuple(text_of(named, name) for name in named))
-
-
-def json_object(line: str, expected: str) -> dict[str, Any]:
-    """The JSON object in a line, which has the keys `expected`.
-
-    Raises:
-        BadLine: It is none.
-    """
-    try:
-        found = json.loads(line, object_pairs_hook=_without_repeated_keys)
-    except json.JSONDecodeError as error:
-        raise BadLine(f"not JSON: {error.msg} at character {error.pos + 1} of the line") from None
-    except ValueError as error:  # Python reads no number of more than 4300 digits
-        raise BadLine(f"not JSON: {error}") from None
-    except RecursionError:
-        raise BadLine("not a pair: JSON nested too deep") from None
-    if not isinstance(found, dict):
-        raise BadLine(f"{kind_of(found)}, expected an object with {expected}")
-    return found
-
-
-def _without_repeated_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(items)
-    if len(found) < len(items):
-        keys = [key for key, _ in items]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise BadLine(f"key '{repeated}' appears twice")
-    return found
-
-
-def text_of(found: dict[str, Any], key: str) -> str:
-    """The text of a key, without whitespace around it.
+def _texts(found: dict[str, Any], key: str) -> list[str]:
+    """The texts of a key: a text or a list of texts, each a string or with ``title`` and ``text``.
 
     Raises:
         BadLine: There is none.
     """
-    if key not in found:
-        raise BadLine(f"no {key}")
-    if not isinstance(found[key], str):
-        raise BadLine(f"{key} is {kind_of(found[key])}, expected a string")
-    text = cast(str, found[key]).strip()
-    if not text:
-        raise BadLine(f"empty {key}")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise BadLine(f"{key} contains half of a surrogate pair (an escape \\ud800 to \\udfff)")
-    return text
-
-
-def kind_of(value: object) -> str:
-    """The JSON name of the type of `value`."""
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
-    return names.get(type(value), "a number")
+    value = found[key]
+    given = value if isinstance(value, list) else [value]
+    named = {f"{key}[{place}]" if given is value else key: one for place, one in enumerate(given)}
+    texts = []
+    for name, one in named.items():
+        text = titled_text(one) if isinstance(one, dict) and "text" in one else text_of(named, name)
+        if not text:
+            raise BadLine(f"empty {name}")
+        texts.append(text)
+    if not texts and _NAMES[key] == "positive":
+        raise BadLine(f"no positive: {key} is an empty list")
+    return texts

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from paddle_recompute.app.config import Config, DataConfig
+from paddle_recompute.app.config import Config, DataConfig, model_folder, tokenizer_beside
 from paddle_recompute.app.data._cache_folder import require_file
 from paddle_recompute.app.data.cedict import LICENSE, mine_cedict, mined_cedict
 from paddle_recompute.app.data.pairs import Pair, read_pairs
@@ -25,7 +25,7 @@ from paddle_recompute.app.data.tokenizer import (
     train_tokenizer,
     vocabulary_key,
 )
-from paddle_recompute.errors import DataError
+from paddle_recompute.errors import CheckpointError, ConfigError, DataError
 
 _SHOWN_REASONS = 5
 
@@ -69,13 +69,49 @@ def check_files(config: Config) -> None:
 
     Raises:
         DataError: A file or a line in it cannot be used.
+        ConfigError: The weights have no tokenizer, or another one.
     """
-    file = config.tokenizer_file
-    if file is not None and file.exists():  # a resumed run needs none
-        load_tokenizer(file)
+    source = config.model.init_from
+    if source is None or source.exists():  # a resumed run needs none
+        check_vocabulary(config)
     for name in ("train_file", "valid_file"):
         if (path := getattr(config.data, name)) is not None:
             _read(config.data, name, path, _Account(), config.contrastive.negatives_of_a_line)
+
+
+def check_vocabulary(config: Config) -> None:
+    """Check that ``model.init_from`` has its own vocabulary; each row of its words is an entry.
+
+    Raises:
+        DataError: The tokenizer cannot be read.
+        ConfigError: There is none for the weights, or it is not the one that they belong to.
+        CheckpointError: There are no weights.
+    """
+    source, file = config.model.init_from, config.tokenizer_file
+    pad_id = config.model.pad_token_id
+    if source is not None and not source.exists():
+        raise CheckpointError(f"model.init_from: {source}: there is no such file or folder")
+    if file is None and source is not None:
+        raise ConfigError(
+            f"model.init_from: {source} has no tokenizer.json or vocab.txt beside it, and each row "
+            "of its word embedding is an entry of the vocabulary that the weights were trained "
+            "with. A vocabulary that is trained on the pairs has other entries in these rows, so "
+            "the weights would mean nothing. Set data.tokenizer to the tokenizer.json or vocab.txt "
+            "that belongs to them"
+        )
+    if file is None or not file.exists():  # a resumed run needs none
+        return
+    tokenizer = load_tokenizer(file, pad_id=pad_id)
+    beside = tokenizer_beside(source) if source is not None else None
+    digest = found.vocabulary if source and (found := model_folder(source)) else ""
+    if not digest and beside is not None and beside != file:
+        digest = load_tokenizer(beside, pad_id=pad_id).vocabulary()
+    if digest and tokenizer.vocabulary() != digest:
+        raise ConfigError(
+            f"data.tokenizer: {file} has other entries than the vocabulary that the weights of "
+            f"model.init_from: {source} were trained with; remove data.tokenizer, or put back the "
+            "tokenizer of the weights"
+        )
 
 
 def prepare_data(
@@ -134,7 +170,8 @@ def prepare_data(
         barrier()
         # A rank with other texts than the main rank looks for another file.
         require_file(tokenizer_file)
-    tokenizer = load_tokenizer(tokenizer_file)
+    tokenizer = load_tokenizer(tokenizer_file, pad_id=run.model.pad_token_id)
+    account.notes += tokenizer.notes
     account.sources["tokenizer"] = Source(str(tokenizer_file), tokenizer.sha256)
     if compare is not None:
         compare(account.sources)
@@ -260,6 +297,7 @@ def _read(
         max_file=config.max_file,
         negatives=(least if name == "train_file" else 0, most),
     )
+    account.notes += found.notes
     account.sources[f"data.{name}"] = Source(str(path), found.sha256)
     shown = "; ".join(found.skipped[:_SHOWN_REASONS])
     more = len(found.skipped) - _SHOWN_REASONS

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,9 @@ from paddle_recompute.errors import DataError, DependencyError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD_ID = 0
+_PADDING = ("[PAD]", "<pad>", "<|endoftext|>")
+# In a text these are letters, so that no text can end itself early or hide a part of itself.
+_LITERAL = {"[PAD]", "[CLS]", "[SEP]", "[MASK]", "<pad>", "<s>", "</s>", "<mask>"}
 
 # Part of a vocabulary's key; raise it when training makes another vocabulary.
 _VERSION = 3
@@ -38,6 +42,8 @@ _LONGEST_WORD = 100
 """Characters; longer words are divided. WordPiece takes time that grows with the square."""
 _BYTES_OF_A_CHARACTER = 4  # at most
 _MOST_ENTRIES = 1 << 24
+_CASED = 0.1
+"""The share of entries with a capital, of all entries with case, from which a list is cased."""
 _PROBE = "\ua66e \U00013000 " + "x" * 1000
 """Rare letters and a long word: most vocabularies replace them by ``[UNK]``."""
 _SETTINGS = {
@@ -56,47 +62,55 @@ class TokenRows:
         starts: [texts + 1] int64; text ``i`` is ``ids[starts[i] : starts[i + 1]]``.
         num_cut: Number of texts that were cut.
         num_unknown: Number of texts with a ``[UNK]`` token.
+        pad_id: What `pad` fills up with.
     """
 
     ids: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int64]
     num_cut: int
     num_unknown: int
+    pad_id: int = PAD_ID
 
     def pad(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The texts with indices `rows` as a matrix.
 
         Returns:
-            [len(rows), tokens of the longest of them], int64, padded with `PAD_ID` at the end.
+            [len(rows), tokens of the longest of them], int64, padded with `pad_id` at the end.
         """
         rows = np.asarray(rows, dtype=np.int64)
         first, lengths = self.starts[rows, None], self.starts[rows + 1] - self.starts[rows]
         columns = np.arange(lengths.max(initial=0))
         taken = columns < lengths[:, None]
-        matrix = np.full(taken.shape, PAD_ID, dtype=np.int64)
+        matrix = np.full(taken.shape, self.pad_id, dtype=np.int64)
         matrix[taken] = self.ids[(first + columns)[taken]]
         return matrix
 
 
 class PairTokenizer:
-    """Turns texts into token ids; made by `load_tokenizer`.
+    """Turns texts into token ids, as `tokenizers` does; made by `load_tokenizer`.
 
-    A text ``[PAD]`` or ``[SEP]`` is text and never becomes the special token.
+    One difference: ``[CLS]``, ``[SEP]``, ``[PAD]``, ``[MASK]`` and what else the tokenizer puts
+    around a text stay letters in a text (or become ``[UNK]``, where the vocabulary has no letters
+    for them), so that no text can imitate its own end or padding.
 
     Attributes:
         vocab_size: Rows that a word embedding needs.
+        pad_id: The id of the padding.
         unknown: The id of ``[UNK]``; None if there is none.
         special_tokens: Those of `SPECIAL_TOKENS` that it has.
+        notes: Sentences for the user about how the file was read.
         sha256: Of its file.
     """
 
-    def __init__(self, tokenizer: Any, text: str) -> None:
+    def __init__(self, tokenizer: Any, text: str, pad_id: int, notes: Sequence[str] = ()) -> None:
         self._text = text
         self._tokenizer = tokenizer
-        self._tokenizer.encode_special_tokens = True  # in texts they are ordinary text
-        self._first = tokenizer.token_to_id("[CLS]")
-        self._last = tokenizer.token_to_id("[SEP]")
-        self.unknown: int | None = tokenizer.token_to_id("[UNK]")
+        self._tokenizer.encode_special_tokens = True
+        self._before, self._after = _frame(tokenizer)
+        self.pad_id, self.notes = pad_id, list(notes)
+        unknown = getattr(tokenizer.model, "unk_token", None) or "<unk>"
+        self.unknown: int | None = tokenizer.token_to_id(unknown)
+        self._barred = {pad_id, *self._before, *self._after}
         known = tokenizer.get_vocab()
         self.special_tokens = [one for one in SPECIAL_TOKENS if one in known]
         self.vocab_size: int = max(known.values()) + 1
@@ -124,7 +138,8 @@ class PairTokenizer:
         Raises:
             DataError: The tokenizer's file does not say what a part of a text becomes.
         """
-        room = max_tokens - 2
+        added = len(self._before) + len(self._after)
+        room = max(0, max_tokens - added)
         num_cut, num_unknown, lengths, parts = 0, 0, [0], []
         for some in _in_lots(texts):
             ids: list[int] = []
@@ -132,17 +147,31 @@ class PairTokenizer:
                 encodings = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
             for encoding in encodings:
                 found = encoding.ids
+                # Unigram knows "<s>" as a piece, too.
+                if self.unknown is not None and not self._barred.isdisjoint(found):
+                    found = [self.unknown if one in self._barred else one for one in found]
                 num_cut += len(found) > room
                 num_unknown += self.unknown in found
-                ids += [self._first, *found[:room], self._last]
-                lengths.append(min(len(found), room) + 2)
+                ids += [*self._before, *found[:room], *self._after]
+                lengths.append(min(len(found), room) + added)
             parts.append(np.array(ids, dtype=np.int32))
         return TokenRows(
             ids=np.concatenate(parts) if parts else np.empty(0, np.int32),
             starts=np.cumsum(lengths, dtype=np.int64),
             num_cut=num_cut,
             num_unknown=num_unknown,
+            pad_id=self.pad_id,
         )
+
+    @property
+    def pad_token(self) -> str:
+        """The token of `pad_id`."""
+        return str(self._tokenizer.id_to_token(self.pad_id))
+
+    def vocabulary(self) -> str:
+        """A SHA-256 of all entries and their ids; it does not depend on the form of the file."""
+        entries = sorted(self._tokenizer.get_vocab().items())
+        return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
     def save(self, path: str | Path) -> None:
         """Write ``tokenizer.json`` to `path`, atomically: the file that `load_tokenizer` read."""
@@ -152,32 +181,40 @@ class PairTokenizer:
         """Write a ``tokenizer.json`` with which `tokenizers` alone makes the ids of `encode`.
 
         It adds ``[CLS]`` and ``[SEP]``, cuts at `max_tokens` and pads. The file cannot hold
-        ``encode_special_tokens = True``, which makes a text ``[SEP]`` ordinary text.
+        ``encode_special_tokens = True``, which makes a text ``[SEP]`` ordinary text; tokens that
+        others call special are not special in it, so they stay whole.
         """
-        tokenizers = _tokenizers()
-        copy = tokenizers.Tokenizer.from_str(self._text)
-        copy.post_processor = _around(tokenizers, copy.get_vocab())
+        copy = _tokenizers().Tokenizer.from_str(self._tokenizer.to_str())
         copy.enable_truncation(max_tokens)
-        copy.enable_padding(pad_id=PAD_ID, pad_token="[PAD]")
+        copy.enable_padding(pad_id=self.pad_id, pad_token=copy.id_to_token(self.pad_id))
         write_whole(Path(path), copy.to_str(pretty=True))
 
 
-def load_tokenizer(path: str | Path) -> PairTokenizer:
-    """Read a ``tokenizer.json``, or a ``vocab.txt`` of BERT or ERNIE: one entry per line.
+def load_tokenizer(path: str | Path, *, pad_id: int = PAD_ID) -> PairTokenizer:
+    """Read a ``tokenizer.json``, or a ``vocab.txt`` of BERT or ERNIE.
 
-    A ``vocab.txt`` does not say whether texts become lower case. A file ``tokenizer_config.json``
-    beside it does (``do_lower_case``); without one they do if no entry has a capital letter. Its
-    ``strip_accents`` and ``tokenize_chinese_chars`` are taken, too.
+    A ``vocab.txt`` has an entry per line, or ``entry<TAB>id``; of an entry that is there twice the
+    last id counts, as in PaddleNLP. It does not say whether texts become lower case. A file
+    ``tokenizer_config.json`` beside it does (``do_lower_case``); without one they do if less than
+    a tenth of the entries with case have a capital letter. Its ``strip_accents`` and
+    ``tokenize_chinese_chars``, and the tokens of ``added_tokens.json``, are taken, too.
+
+    Args:
+        path: The file.
+        pad_id: The id of the padding in the model.
 
     Raises:
-        DataError: There is no such file, or it is not a tokenizer with ``[PAD]`` = 0, ``[CLS]`` and
-            ``[SEP]``.
+        DataError: There is no such file, or it is not a tokenizer with the padding `pad_id` and
+            with ``[CLS]`` and ``[SEP]``, or what else it puts around a text.
         DependencyError: The package `tokenizers` is not installed.
     """
-    tokenizers, path = _tokenizers(), Path(path)
+    tokenizers, path, notes = _tokenizers(), Path(path), list[str]()
     is_list = path.suffix == ".txt"
     try:
-        text = _from_entries(tokenizers, path) if is_list else path.read_text(encoding="utf-8")
+        if is_list:
+            text = _from_entries(tokenizers, path, notes)
+        else:
+            text = path.read_text(encoding="utf-8-sig")
         tree = parse_json(text)
     except OSError as error:
         raise DataError(f"{path}: the tokenizer cannot be read ({error.strerror})") from error
@@ -193,17 +230,38 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
         raise DataError(f"{path}: not a tokenizer.json (no model.vocab in it)")
     with _as_data_error(f"{path}: not a tokenizer.json"):
         tokenizer = tokenizers.Tokenizer.from_str(text)
+        if added := [
+            one
+            for one in tree.get("added_tokens") or ()
+            if one["special"] and one["content"] not in _LITERAL
+        ]:
+            # encode_special_tokens would divide them; the others stay special.
+            for one in added:
+                one["special"] = False
+            tokenizer = tokenizers.Tokenizer.from_str(json.dumps(tree))
     tokenizer.no_truncation()
+    of_file = tokenizer.padding or {}
     tokenizer.no_padding()
-    found = {name: tokenizer.token_to_id(name) for name in ("[PAD]", "[CLS]", "[SEP]")}
-    if found["[PAD]"] != PAD_ID or None in found.values():
-        raise DataError(f"{path}: has {found}; [PAD] must be {PAD_ID}, and [CLS], [SEP] exist")
+    names = [of_file.get("pad_token"), *_PADDING]
+    found = [(name, tokenizer.token_to_id(name)) for name in names if name is not None]
+    padding = next((pair for pair in found if pair[1] is not None), ("no [PAD]", None))
+    with _as_data_error(f"{path}: not a tokenizer.json"):
+        around = [one for side in _frame(tokenizer) for one in side]
+    # Qwen ends a text by what it pads with; then the padding is another entry.
+    if padding[1] != pad_id and (padding[1] not in around or pad_id in around):
+        raise DataError(f"{path}: has {padding}; the padding must be the entry {pad_id}")
+    if not around:
+        if None in map(tokenizer.token_to_id, ("[CLS]", "[SEP]")):
+            raise DataError(
+                f"{path}: puts nothing around a text (post_processor), and has no [CLS] and [SEP]"
+            )
+        tokenizer.post_processor = _around(tokenizers, tokenizer.get_vocab())
     highest = max(tokenizer.get_vocab().values())
     if highest >= _MOST_ENTRIES:
         raise DataError(
             f"{path}: numbers an entry {highest}; a vocabulary has at most {_MOST_ENTRIES} entries"
         )
-    loaded = PairTokenizer(tokenizer, text)
+    loaded = PairTokenizer(tokenizer, text, pad_id, notes)
     try:
         loaded.tokenize([_PROBE], 2)
     except DataError as error:
@@ -211,44 +269,84 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
     return loaded
 
 
-def _from_entries(tokenizers: types.ModuleType, path: Path) -> str:
+def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer puts before and behind a text."""
+    around = tokenizer.post_process(tokenizer.encode("a", add_special_tokens=False))
+    ids, is_added = around.ids, around.special_tokens_mask
+    first = is_added.index(0) if 0 in is_added else len(ids)
+    last = len(ids) - (is_added[::-1].index(0) if 0 in is_added else 0)
+    return ids[:first], ids[last:]
+
+
+def _from_entries(tokenizers: types.ModuleType, path: Path, notes: list[str]) -> str:
     """The ``tokenizer.json`` of a ``vocab.txt``."""
     if path.stat().st_size > LARGEST:
         raise ValueError(f"larger than {LARGEST} bytes")
     # Not splitlines(): an entry may be another line separator, such as U+2028.
-    entries = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    vocab = {entry: number for number, entry in enumerate(entries)}
+    lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+    entries = [line.removesuffix("\r").partition("\t") for line in lines]
+    if not all(number.isdecimal() for _, tab, number in entries if tab):
+        raise ValueError("a line is not entry<TAB>id")
+    vocab = {
+        entry: int(number) if tab else place for place, (entry, tab, number) in enumerate(entries)
+    }
     if missing := [one for one in SPECIAL_TOKENS[:4] if one not in vocab]:
         raise ValueError(f"a vocab.txt of BERT or ERNIE has the entries {', '.join(missing)}")
-    if len(vocab) < len(entries):
-        twice = next(entry for number, entry in enumerate(entries) if vocab[entry] != number)
-        raise ValueError(f"the entry {twice!r} appears twice")
-    tokenizer = tokenizers.BertWordPieceTokenizer(vocab, **_settings(path, entries))
+    if len(set(vocab.values())) < len(vocab):
+        raise ValueError("two entries have one id")
+    if more := len(entries) - len(vocab):
+        notes.append(f"{path}: {more} entries appear twice; the last id of each counts")
+    tokenizer = tokenizers.BertWordPieceTokenizer(vocab, **_settings(path, vocab, notes))
+    added = path.with_name("added_tokens.json")
+    if added.exists():
+        tokens = _read_beside(added)
+        if not all(isinstance(number, int) for number in tokens.values()):
+            raise DataError(f"{added}: is not a token with its id each")
+        names = sorted(tokens, key=lambda name: tokens[name])
+        tokenizer.add_tokens([one for one in names if one not in vocab])
+        if wrong := [one for one in names if tokenizer.token_to_id(one) != tokens[one]]:
+            raise DataError(
+                f"{added}: {wrong[0]!r} is the entry {tokens[wrong[0]]}; its place behind those of "
+                f"{path.name} is {tokenizer.token_to_id(wrong[0])}"
+            )
     return str(tokenizer.to_str(pretty=True))
 
 
-def _settings(path: Path, entries: Sequence[str]) -> dict[str, bool]:
+def _settings(path: Path, entries: Iterable[str], notes: list[str]) -> dict[str, bool]:
     """How texts are changed, from ``tokenizer_config.json`` beside a ``vocab.txt`` if it is there.
 
     Raises:
         DataError: It cannot be read, or a setting is neither true, false nor null.
     """
-    words = (entry for entry in entries if not entry.startswith("["))
-    settings = {"lowercase": all(word == word.lower() for word in words)}
-    beside = path.with_name("tokenizer_config.json")
-    if not beside.exists():
-        return settings
-    try:
-        found = read_json(beside)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{beside}: cannot be read ({error})") from error
-    for key, name in _SETTINGS.items():
-        value = found.get(key) if isinstance(found, dict) else None
-        if isinstance(value, bool):
-            settings[name] = value
-        elif value is not None:
-            raise DataError(f"{beside}: {key} is {value!r:.40}; allowed are true, false and null")
+    beside, settings = path.with_name("tokenizer_config.json"), dict[str, bool]()
+    if beside.exists():
+        found = _read_beside(beside)
+        for key, name in _SETTINGS.items():
+            value = found.get(key)
+            if isinstance(value, bool):
+                settings[name] = value
+            elif value is not None:
+                raise DataError(
+                    f"{beside}: {key} is {value!r:.40}; allowed are true, false and null"
+                )
+    if "lowercase" not in settings:
+        cased = [one for one in entries if one.lower() != one.upper() and one[:1] not in "[<"]
+        capital = sum(one != one.lower() for one in cased)
+        settings["lowercase"] = capital <= _CASED * len(cased)
+        notes.append(
+            f"{path}: {capital} of {len(cased)} entries have a capital letter, so texts "
+            f"{'become' if settings['lowercase'] else 'do not become'} lower case; do_lower_case "
+            "in a tokenizer_config.json beside it decides otherwise"
+        )
     return settings
+
+
+def _read_beside(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    return found if isinstance(found, dict) else {}
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The text encoder that the configuration describes, or a class of the user's own."""
 
-from paddle_recompute.app.encoder.bert_config import bert_config
 from paddle_recompute.app.encoder.ernie import ErnieEncoder, build_model
+from paddle_recompute.app.encoder.hugging_face_config import hugging_face_config
 
-__all__ = ["ErnieEncoder", "bert_config", "build_model"]
+__all__ = ["ErnieEncoder", "build_model", "hugging_face_config"]

@@ -1,29 +1,30 @@
-"""An ERNIE-style text encoder: embeddings, post-norm Transformer blocks, one vector per text.
+"""Text encoders: embeddings, Transformer blocks, one vector per text.
 
-The blocks are Paddle's own ``TransformerEncoderLayer`` in a ``TransformerEncoder``, so their names
-are ``encoder.layers.N``, as in other Paddle models.
+BERT, RoBERTa, XLM-RoBERTa, DistilBERT, MPNet and ERNIE are one Layer; they differ in a small
+table, ``ARCHITECTURES`` of the configuration. Their blocks are Paddle's ``TransformerEncoderLayer``
+in a ``TransformerEncoder``, so their names are ``encoder.layers.N``, as in other Paddle models.
+Qwen2 and Qwen3 have other blocks there (`decoder`).
 
 References:
-    Sun et al., "ERNIE 2.0: A Continual Pre-training Framework for Language Understanding",
-    arXiv:1907.12412, and Devlin et al., "BERT", arXiv:1810.04805, for the architecture and the
-    initial weights. The task embedding of ERNIE 2.0 and 3.0 is left out: there is one task here.
+    Devlin et al., "BERT", arXiv:1810.04805, for the architecture and the initial weights; Sun et
+    al., "ERNIE 2.0", arXiv:1907.12412: the embedding of its task is part of that of the sentence
+    type, for there is one task here; Song et al., "MPNet", arXiv:2004.09297.
 """
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
+import numpy as np
 import paddle
 from paddle.nn import Dropout, Embedding, LayerNorm, Linear
 
-from paddle_recompute.app.config import ModelConfig
-from paddle_recompute.app.encoder.bert_config import check_config_beside
+from paddle_recompute.app.config import ModelConfig, model_folder
+from paddle_recompute.app.encoder.decoder import HIDDEN_SCORE, Decoder
 from paddle_recompute.app.encoder.own import build_own
 from paddle_recompute.errors import ConfigError, DataError
-from paddle_recompute.weights import init_weights
-
-# Added to the score of a padded position. It is finite, because a softmax over -inf alone is NaN;
-# it is within float16, where a cast must not make it -inf; and exp(-1e4) is 0 in every float type.
-# BERT and ERNIE use the same number.
-PADDED_SCORE = -1e4
+from paddle_recompute.weights import init_weights, read_arrays
 
 
 def build_model(config: ModelConfig, vocab_size: int) -> paddle.nn.Layer:
@@ -39,7 +40,7 @@ def build_model(config: ModelConfig, vocab_size: int) -> paddle.nn.Layer:
 
     Raises:
         ConfigError: ``config.vocab_size`` is smaller than `vocab_size`; or the user's Layer cannot
-            be imported or built; or ``config.init_from`` has a ``config.json`` of another encoder.
+            be imported or built.
         CheckpointError: ``config.init_from`` cannot be read, or does not fit the model.
     """
     rows = config.vocab_size or vocab_size
@@ -50,10 +51,22 @@ def build_model(config: ModelConfig, vocab_size: int) -> paddle.nn.Layer:
         )
     model = build_own(config, rows) if config.is_own else ErnieEncoder(config, rows)
     if config.init_from is not None:
-        init_weights(model, config.init_from)
-        if not config.is_own:
-            check_config_beside(config, config.init_from)
+        load_initial(model, config.init_from)
     return model
+
+
+def load_initial(model: paddle.nn.Layer, source: Path) -> None:
+    """Load the weights of ``init_from``, and of the Dense layers of sentence-transformers beside.
+
+    Raises:
+        CheckpointError: They cannot be read, or do not fit `model`.
+    """
+    found = model_folder(source) if isinstance(model, ErnieEncoder) else None
+    if found is None:
+        init_weights(model, source)
+        return
+    beside = {name: read_arrays(folder) for name, folder in found.dense.items()}
+    init_weights(model, found.weights, beside=beside)
 
 
 class ErnieEncoder(paddle.nn.Layer):
@@ -72,34 +85,22 @@ class ErnieEncoder(paddle.nn.Layer):
         pad_token_id: The id of padding.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int, *, pad_token_id: int = 0) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
-        self.pad_token_id = pad_token_id
-        self.max_tokens = config.max_position_embeddings
-        self.embeddings = Embeddings(config, vocab_size, pad_token_id)
-        block = paddle.nn.TransformerEncoderLayer(
-            config.hidden_size,
-            config.num_heads,
-            config.intermediate_size,
-            dropout=config.hidden_dropout,
-            activation=config.activation,
-            attn_dropout=config.attention_dropout,
-            act_dropout=0.0,  # as in BERT and ERNIE; Paddle's default is `dropout`
-            normalize_before=False,
-            weight_attr=_initial_weight(config),
-        )
-        # TransformerEncoder builds every further block anew and draws its weights.
-        self.encoder = paddle.nn.TransformerEncoder(block, config.num_layers)
-        for layer in self.encoder.layers:
-            # The block has an epsilon argument from Paddle 3.0 on; use it once 2.6 is dropped.
-            layer.norm1 = LayerNorm(config.hidden_size, epsilon=config.layer_norm_epsilon)
-            layer.norm2 = LayerNorm(config.hidden_size, epsilon=config.layer_norm_epsilon)
-        self.pooler = FirstTokenPooler(config) if config.pooling == "cls" else MeanPooler()
+        self.pad_token_id, self.max_tokens = config.pad_token_id, config.max_tokens
+        self.first_position = config.architecture.first_position
+        self.embeddings = Embeddings(config, vocab_size)
+        self.relative: RelativePositions | None = None
+        if config.architecture.relative_buckets:
+            self.relative = RelativePositions(config)
+        self.encoder = _blocks(config)
+        self.pooler = Pooler(config)
         self.projection = None
         if config.projection_size is not None:
             self.projection = Linear(
                 config.hidden_size, config.projection_size, weight_attr=_initial_weight(config)
             )
+        self._is_tanh = config.projection_activation == "tanh"
 
     def forward(
         self,
@@ -114,9 +115,9 @@ class ErnieEncoder(paddle.nn.Layer):
                 max_position_embeddings``.
             token_type_ids: ``[batch, length]``, of the same dtype, the sentence of each token;
                 None is all 0.
-            attention_mask: ``[batch, length]``, bool or int64, 1 for a token, 0 for padding; None
-                is ``input_ids != pad_token_id``. A row of zeros is read as a row of ones: its
-                vector has no meaning, but vector and gradients are finite.
+            attention_mask: ``[batch, length]``, bool or int64, 1 for a token, 0 for padding, at
+                either end; None is ``input_ids != pad_token_id``. A row of zeros is read as a row
+                of ones: its vector has no meaning, but vector and gradients are finite.
 
         Returns:
             ``[batch, projection_size or hidden_size]``, float32 (float64 from a float64 model),
@@ -128,13 +129,24 @@ class ErnieEncoder(paddle.nn.Layer):
         self._check(input_ids)
         if attention_mask is None:
             attention_mask = input_ids != self.pad_token_id
-        hidden = self.embeddings(input_ids, token_type_ids)
-        keep = attention_mask.astype(hidden.dtype)
+        keep = attention_mask.astype(self.embeddings.word.weight.dtype)
         keep = paddle.maximum(keep, 1.0 - keep.max(axis=1, keepdim=True))
-        added_to_scores = ((1.0 - keep) * PADDED_SCORE).unsqueeze([1, 2])  # [batch, 1, 1, length]
-        vector = self.pooler(self.encoder(hidden, added_to_scores), keep)
+        # The first token has position 0, whatever padding is before it.
+        padding_before = (keep.cumsum(axis=1) == 0).astype("int64").sum(axis=1, keepdim=True)
+        place = paddle.ones_like(input_ids[:1]).astype("int64").cumsum(axis=1)
+        positions = paddle.clip(place - 1 - padding_before, min=0)
+        hidden = self.embeddings(input_ids, token_type_ids, positions)
+        added = ((1.0 - keep.astype(hidden.dtype)) * HIDDEN_SCORE).unsqueeze([1, 2])
+        if isinstance(self.encoder, Decoder):
+            hidden = self.encoder(hidden, added, positions)
+        else:
+            if self.relative is not None:
+                added = added + self.relative(input_ids).astype(added.dtype)
+            hidden = self.encoder(hidden, added)  # [batch, 1 or heads, 1 or length, length]
+        vector = self.pooler(hidden, keep.astype(hidden.dtype))
         if self.projection is not None:
             vector = self.projection(vector)
+            vector = paddle.tanh(vector) if self._is_tanh else vector
         return vector.astype("float32") if vector.dtype in HALF_PRECISION else vector
 
     @paddle.jit.not_to_static
@@ -150,57 +162,99 @@ class ErnieEncoder(paddle.nn.Layer):
 
 
 class Embeddings(paddle.nn.Layer):
-    """Sum of word, position and sentence-type embedding, then LayerNorm and dropout."""
+    """Sum of the embeddings of word, position and sentence type, LayerNorm and dropout.
 
-    def __init__(self, config: ModelConfig, vocab_size: int, pad_token_id: int) -> None:
+    A decoder has that of the word alone.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         weight, hidden = _initial_weight(config), config.hidden_size
         # padding_idx: the row of the padding is 0 and gets no gradient.
-        self.word = Embedding(vocab_size, hidden, padding_idx=pad_token_id, weight_attr=weight)
+        self.word = Embedding(
+            vocab_size, hidden, padding_idx=config.pad_token_id, weight_attr=weight
+        )
+        self._first = config.architecture.first_position
+        self.position = self.token_type = self.layer_norm = None
+        if config.architecture.is_decoder:
+            return
         self.position = Embedding(config.max_position_embeddings, hidden, weight_attr=weight)
-        self.token_type = Embedding(config.type_vocab_size, hidden, weight_attr=weight)
+        if config.type_vocab_size:
+            self.token_type = Embedding(config.type_vocab_size, hidden, weight_attr=weight)
         self.layer_norm = LayerNorm(hidden, epsilon=config.layer_norm_epsilon)
         self.dropout = Dropout(config.hidden_dropout)
 
     def forward(
-        self, input_ids: paddle.Tensor, token_type_ids: paddle.Tensor | None
+        self,
+        input_ids: paddle.Tensor,
+        token_type_ids: paddle.Tensor | None,
+        positions: paddle.Tensor,
     ) -> paddle.Tensor:
-        """From ids ``[batch, length]``, int64 or int32, to ``[batch, length, hidden]``."""
-        # Positions and default types are computed for one row and broadcast. They come from the
-        # row's values, because a static Program may not know the shape.
-        first_row = paddle.ones_like(input_ids[:1])
-        # cumsum of int32 returns int64 (3.3.1), from which int32 cannot be subtracted.
-        positions = paddle.cumsum(first_row, axis=1).astype(first_row.dtype) - first_row
-        if token_type_ids is None:
-            token_type_ids = paddle.zeros_like(first_row)
-        total = self.position(positions) + self.token_type(token_type_ids) + self.word(input_ids)
-        return self.dropout(self.layer_norm(total))
+        """From three times ``[batch, length]``, integers, to ``[batch, length, hidden]``."""
+        if self.position is None or self.layer_norm is None:
+            return self.word(input_ids)
+        total = self.position(positions + self._first)
+        if self.token_type is not None:
+            if token_type_ids is None:  # one row, which is broadcast
+                token_type_ids = paddle.zeros_like(input_ids[:1])
+            total = total + self.token_type(token_type_ids)
+        return self.dropout(self.layer_norm(total + self.word(input_ids)))
 
 
-class FirstTokenPooler(paddle.nn.Layer):
-    """BERT's pooler: a dense layer and tanh over the first token, [CLS]."""
+class RelativePositions(paddle.nn.Layer):
+    """MPNet's bias of the scores, by the distance of two tokens; near ones have their own row."""
+
+    _FURTHEST = 128  # all that are further away share a row
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.dense = Linear(
-            config.hidden_size, config.hidden_size, weight_attr=_initial_weight(config)
-        )
+        count = config.architecture.relative_buckets
+        self.table = Embedding(count, config.num_heads, weight_attr=_initial_weight(config))
+        self._longest, half = config.max_tokens, count // 2
+        # In float32, as MPNet computes them.
+        distance = np.arange(-self._longest + 1, self._longest, dtype=np.float32)
+        exact = half // 2
+        logs = np.log(np.maximum(abs(distance), 1) / np.float32(exact))
+        logs = logs / np.float32(math.log(self._FURTHEST / exact)) * np.float32(half - exact)
+        far = np.minimum(exact + logs.astype(np.int64), half - 1)
+        rows = np.where(abs(distance) < exact, abs(distance).astype(np.int64), far)
+        self._rows = (rows + half * (distance > 0)).tolist()
 
-    def forward(self, hidden: paddle.Tensor, keep: paddle.Tensor) -> paddle.Tensor:
-        """From ``[batch, length, hidden]`` to ``[batch, hidden]``; `keep` is not used."""
-        return paddle.tanh(self.dense(hidden[:, 0]))
+    def forward(self, input_ids: paddle.Tensor) -> paddle.Tensor:
+        """From ``[batch, length]`` to ``[1, heads, length, length]``."""
+        place = paddle.ones_like(input_ids[:1]).cumsum(axis=1)
+        distance = place.unsqueeze(1) - place.unsqueeze(2) + (self._longest - 1)
+        rows = paddle.to_tensor(self._rows, dtype="int64")
+        of_pair = paddle.index_select(rows, distance.flatten()).reshape(paddle.shape(distance))
+        return self.table(of_pair).transpose([0, 3, 1, 2])
 
 
-class MeanPooler(paddle.nn.Layer):
-    """The mean over the tokens that are not padding."""
+class Pooler(paddle.nn.Layer):
+    """One vector of the tokens that are not padding; ``cls`` has BERT's dense layer and tanh."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._pooling, self.dense = config.pooling, None
+        if config.pooling == "cls":
+            self.dense = Linear(
+                config.hidden_size, config.hidden_size, weight_attr=_initial_weight(config)
+            )
 
     def forward(self, hidden: paddle.Tensor, keep: paddle.Tensor) -> paddle.Tensor:
         """From ``[batch, length, hidden]`` and `keep` ``[batch, length]`` to ``[batch, hidden]``.
 
         `keep` is 1 or 0, of the dtype of `hidden`, with a 1 in every row.
         """
-        total = paddle.matmul(keep.unsqueeze(1), hidden).squeeze(1)
-        return total / keep.sum(axis=1, keepdim=True)
+        if self._pooling == "max":
+            return (hidden + ((1.0 - keep) * HIDDEN_SCORE).unsqueeze(2)).max(axis=1)
+        if self._pooling != "mean":
+            number = keep.cumsum(axis=1)
+            is_it = number == (1.0 if self._pooling != "last" else keep.sum(axis=1, keepdim=True))
+            keep = keep * is_it.astype(keep.dtype)
+        vector = paddle.matmul(keep.unsqueeze(1), hidden).squeeze(1)
+        if self._pooling == "mean":
+            return vector / keep.sum(axis=1, keepdim=True)
+        return vector if self.dense is None else paddle.tanh(self.dense(vector))
 
 
 HALF_PRECISION = (paddle.float16, paddle.bfloat16)
@@ -208,3 +262,27 @@ HALF_PRECISION = (paddle.float16, paddle.bfloat16)
 
 def _initial_weight(config: ModelConfig) -> paddle.ParamAttr:
     return paddle.ParamAttr(initializer=paddle.nn.initializer.Normal(0.0, config.initializer_range))
+
+
+def _blocks(config: ModelConfig) -> paddle.nn.Layer:
+    weight = _initial_weight(config)
+    if config.architecture.is_decoder:
+        return Decoder(config, weight)
+    block = paddle.nn.TransformerEncoderLayer(
+        config.hidden_size,
+        config.num_heads,
+        config.intermediate_size,
+        dropout=config.hidden_dropout,
+        activation=config.activation,
+        attn_dropout=config.attention_dropout,
+        act_dropout=0.0,  # as in BERT and ERNIE; Paddle's default is `dropout`
+        normalize_before=False,
+        weight_attr=weight,
+    )
+    # TransformerEncoder builds every further block anew and draws its weights.
+    encoder = paddle.nn.TransformerEncoder(block, config.num_layers)
+    for layer in encoder.layers:
+        # The block has an epsilon argument from Paddle 3.0 on; use it once 2.6 is dropped.
+        layer.norm1 = LayerNorm(config.hidden_size, epsilon=config.layer_norm_epsilon)
+        layer.norm2 = LayerNorm(config.hidden_size, epsilon=config.layer_norm_epsilon)
+    return encoder

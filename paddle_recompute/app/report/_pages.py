@@ -119,8 +119,10 @@ def retrieval_rows(record: dict[str, Any], form: str = ".4f") -> list[tuple[str,
 def retrieval_table(record: dict[str, Any]) -> str:
     """The retrieval metrics as plain text, for a terminal."""
     head = f"{record['queries']} held-out queries, {record['pool_size']} candidates for each"
-    lines = [f"{name:<12}{before:>12}{after:>12}" for name, before, after in retrieval_rows(record)]
-    return "\n".join([head, f"{'':<12}{'untrained':>12}{'trained':>12}", *lines])
+    rows = [("", "before training", "trained"), *retrieval_rows(record)]
+    return "\n".join(
+        [head, *(f"{name:<12}{before:>16}{after:>12}" for name, before, after in rows)]
+    )
 
 
 def run_page(run: RunFiles) -> dict[str, Any]:
@@ -181,7 +183,7 @@ def _peak(run: RunFiles) -> int | None:
 def _tiles(run: RunFiles) -> Iterator[tuple[str, str]]:
     record = run.record
     for name, before, after in retrieval_rows(record, ".1%")[:2]:
-        yield after, name if before == "-" else f"{name}, {before} untrained"
+        yield after, name if before == "-" else f"{name}, {before} before training"
     losses = [one["loss"] for one in run.metrics if one.get("loss") is not None]
     if losses:
         yield f"{losses[-1]:.4g}", f"loss, {losses[0]:.4g} at first"

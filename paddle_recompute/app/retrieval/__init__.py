@@ -5,7 +5,12 @@ from paddle_recompute.app.retrieval.evaluation import encode_batches, retrieval_
 from paddle_recompute.app.retrieval.hugging_face import write_hugging_face
 from paddle_recompute.app.retrieval.index import Index
 from paddle_recompute.app.retrieval.mining import MiningOptions, mine
-from paddle_recompute.app.retrieval.serving import write_inference, write_onnx
+from paddle_recompute.app.retrieval.serving import (
+    write_inference,
+    write_onnx,
+    write_tokenizer,
+    write_weights,
+)
 from paddle_recompute.app.retrieval.trained import (
     Side,
     TrainedEncoder,
@@ -30,4 +35,6 @@ __all__ = [
     "write_hugging_face",
     "write_inference",
     "write_onnx",
+    "write_tokenizer",
+    "write_weights",
 ]

@@ -282,7 +282,7 @@ def texts_of(path: Path) -> Iterator[str]:
     Raises:
         DataError: The file is one of pairs; or a line cannot be read, and the error has its number.
     """
-    if {".tsv", ".jsonl"} & set(path.suffixes[-2:]):
+    if {".tsv", ".jsonl", ".json"} & set(path.suffixes[-2:]):
         raise DataError(
             f"{path}: is a file of pairs by its name; expected one text per line. For the "
             "positives: cut -f 2 pairs.tsv > texts.txt"

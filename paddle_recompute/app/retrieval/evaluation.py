@@ -36,6 +36,8 @@ from paddle_recompute.errors import DataError, SyncError
 
 Ints = NDArray[np.int64]
 NDCG_AT = 10
+_NEVER = np.int64(1 << 62)
+"""The rank of an answer that is not in the pool."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Judgements:
 
     Attributes:
         query: ``[answers]``, int64, ascending: the number of the query.
-        candidate: ``[answers]``, int64: the answer's row in the pool.
+        candidate: ``[answers]``, int64: the answer's row in the pool; below -1: it is not there.
         grade: ``[answers]``, int64, at least 1; higher is better.
     """
 
@@ -72,7 +74,8 @@ class Judgements:
                 "for each query"
             )
         count = len(target)
-        return cls(np.arange(count), target.astype(np.int64), np.ones(count, np.int64))
+        rows = np.maximum(target, -1).astype(np.int64)
+        return cls(np.arange(count), rows, np.ones(count, np.int64))
 
     def of_queries(self, first: int, last: int) -> slice:
         """The rows of the queries `first` to before `last`."""
@@ -234,7 +237,8 @@ def retrieval_metrics(
 
     Returns:
         ``recall@k`` and ``precision@k`` for every k, ``ndcg@10``, ``map`` and ``mrr``, all in
-        [0, 1]; ``pool_size`` = m and ``queries`` = n, integers.
+        [0, 1]; ``pool_size`` = m, ``queries`` = n and ``tied`` (queries with an answer whose score
+        another candidate has, too), integers.
 
     Raises:
         DataError: Shapes or dtypes do not fit together, an answer is no row of the pool or
@@ -245,10 +249,11 @@ def retrieval_metrics(
     without = np.full(len(query), -1) if excluded is None else excluded
     if np.any(without[judged.query] == judged.candidate):
         raise DataError("an answer is excluded from the candidates of its query; leave one out")
-    ranks = np.empty(len(judged.query), np.int64)
+    ranks, tied = np.full(len(judged.query), _NEVER), set[int]()
     for part in _tiles(len(query), tile):
-        of = judged.of_queries(part.start, part.stop)
-        ranks[of] = _ranks(
+        every = judged.of_queries(part.start, part.stop)
+        of = every.start + np.flatnonzero(judged.candidate[every] >= 0)
+        ranks[of], equal = _ranks(
             query[part],
             pool,
             judged.query[of] - part.start,
@@ -256,7 +261,9 @@ def retrieval_metrics(
             without[part],
             tile,
         )
-    return {**metrics_of_ranks(ranks, judged, ks), "pool_size": len(pool)}
+        tied.update(judged.query[of][equal > 1].tolist())
+    found = metrics_of_ranks(ranks, judged, ks)
+    return {**found, "pool_size": len(pool), "tied": len(tied)}
 
 
 def _ranks(
@@ -266,13 +273,17 @@ def _ranks(
     target: NDArray[np.integer[Any]],
     without: NDArray[np.integer[Any]],
     tile: int,
-) -> NDArray[np.int64]:
-    """The rank of each answer `target` of the query `of`, 1 or more; `query` is one tile."""
+) -> tuple[Ints, Ints]:
+    """Of each answer `target` of the query `of`: its rank, 1 or more, and how many candidates have
+    its score, itself included; `query` is one tile.
+    """
     query, right = query.astype(np.float64), pool[target].astype(np.float64)
     # The rounding error of a sum of dim products is at most dim * 2**-53 * |q| * |p|.
     rounding = query.shape[1] * np.finfo(np.float64).eps / 2 * _lengths(query)
     threshold = np.einsum("nd,nd->n", query[of], right) - rounding[of] * _lengths(right)
-    ranks = np.zeros(len(target), np.int64)
+    # What is above this is more than equal: rounding errors are in both of them.
+    above = 4 * rounding[of] * _lengths(pool).max()
+    ranks, equal = np.zeros((2, len(target)), np.int64)
     for rows in _tiles(len(pool), tile):
         candidates = pool[rows].astype(np.float64)
         scores = query @ candidates.T
@@ -280,9 +291,10 @@ def _ranks(
         inside = np.flatnonzero((without >= rows.start) & (without < rows.stop))
         scores[inside, without[inside] - rows.start] = -np.inf
         for some in _tiles(len(target), tile):
-            better = scores[of[some]] >= threshold[some, None]
-            ranks[some] += np.count_nonzero(better, axis=1)
-    return ranks
+            theirs, least = scores[of[some]], threshold[some, None]
+            ranks[some] += (better := np.count_nonzero(theirs >= least, axis=1))
+            equal[some] += better - np.count_nonzero(theirs > least + above[some, None], axis=1)
+    return ranks, equal
 
 
 def _tiles(total: int, tile: int) -> Iterator[slice]:
@@ -307,7 +319,7 @@ def _check(query: Vectors, pool: Vectors, judged: Judgements, ks: Sequence[int],
             f"received {len(query)} queries, and answers to {len(answered)}; each of at least "
             "one query needs an answer"
         )
-    if target.min() < 0 or target.max() >= len(pool):
+    if -1 in target or target.max() >= len(pool):
         raise DataError(
             f"received targets from {target.min()} to {target.max()}; allowed are the rows of the "
             f"pool, 0 to {len(pool) - 1}"

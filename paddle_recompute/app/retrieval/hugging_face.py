@@ -7,19 +7,26 @@ from pathlib import Path
 import safetensors.numpy
 
 from paddle_recompute._files import new_folder, write_json
-from paddle_recompute.app.encoder import bert_config
+from paddle_recompute.app.encoder import hugging_face_config
 from paddle_recompute.app.retrieval.trained import TrainedEncoder
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.weights import convert_weights
+from paddle_recompute.weights import save_weights
 
 _SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 _MODULES = "sentence_transformers.models"
 _TANH = "torch.nn.modules.activation.Tanh"
 _IDENTITY = "torch.nn.modules.linear.Identity"
+_POOLINGS = {
+    "cls": "cls_token",
+    "first": "cls_token",
+    "mean": "mean_tokens",
+    "max": "max_tokens",
+    "last": "lasttoken",
+}
 
 
 def write_hugging_face(encoder: TrainedEncoder, folder: str | Path) -> None:
-    """Write model and tokenizer as a BERT, and how its text vector is computed.
+    """Write model and tokenizer for Hugging Face, and how its text vector is computed.
 
     ``AutoModel`` and ``AutoTokenizer`` load them. ``SentenceTransformer(folder).encode`` has the
     vectors of `encode_texts`: pooling, the dense layer of the pooler, the projection and the
@@ -32,15 +39,13 @@ def write_hugging_face(encoder: TrainedEncoder, folder: str | Path) -> None:
     config = encoder.config
     if config.is_own:
         raise ConfigError(
-            f"{encoder.folder}: its model is {config.name}; BERT's folder holds the encoder ernie"
+            f"{encoder.folder}: its model is {config.name}, which `transformers` does not know"
         )
     state = {name: tensor.numpy() for name, tensor in encoder.model.state_dict().items()}
     with new_folder(Path(folder)) as new:
-        projection = ("projection.*",) if config.projection_size is not None else ()
-        convert_weights(
-            encoder.folder, new / "model.safetensors", to="huggingface", leave_out=projection
-        )
-        write_json(new / "config.json", bert_config(config, len(state["embeddings.word.weight"])))
+        save_weights(encoder.model, new / "model.safetensors", to="huggingface")
+        rows = len(state["embeddings.word.weight"])
+        write_json(new / "config.json", hugging_face_config(config, rows))
         encoder.tokenizer.save_for_others(new / "tokenizer.json", encoder.longest("document"))
         known = encoder.tokenizer.special_tokens
         tokenizer = {
@@ -49,20 +54,19 @@ def write_hugging_face(encoder: TrainedEncoder, folder: str | Path) -> None:
             "split_special_tokens": True,  # a text [SEP] is ordinary text
             "clean_up_tokenization_spaces": False,
             **{key: token for key, token in _SPECIAL.items() if token in known},
+            "pad_token": encoder.tokenizer.pad_token,
         }
         write_json(new / "tokenizer_config.json", tokenizer)
         write_json(
             new / "sentence_bert_config.json", {"max_seq_length": encoder.longest("document")}
         )
         modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-        is_first = config.pooling == "cls"
-        pooling = {
-            "word_embedding_dimension": config.hidden_size,
-            "pooling_mode_cls_token": is_first,
-            "pooling_mode_mean_tokens": not is_first,
-        }
+        pooling: dict[str, int | bool] = {"word_embedding_dimension": config.hidden_size}
+        for mode in _POOLINGS.values():
+            pooling[f"pooling_mode_{mode}"] = mode == _POOLINGS[config.pooling]
         write_json(new / "1_Pooling" / "config.json", pooling)
-        for name, activation in (("pooler.dense", _TANH), ("projection", _IDENTITY)):
+        of_projection = _TANH if config.projection_activation == "tanh" else _IDENTITY
+        for name, activation in (("pooler.dense", _TANH), ("projection", of_projection)):
             if f"{name}.weight" not in state:
                 continue
             weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]

@@ -391,7 +391,7 @@ class Index:
         if self._encoder is None:
             if self.model is None:
                 raise DataError("the index names no model; give the encoder that made its vectors")
-            self._encoder = load_encoder(self.model.parent)
+            self._encoder = load_encoder(self.model if self.model.is_dir() else self.model.parent)
         return self._encoder
 
 

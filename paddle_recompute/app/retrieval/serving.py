@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import subprocess
 import sys
@@ -10,10 +11,13 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-from paddle_recompute._files import new_folder, write_json
+from paddle_recompute._files import new_folder, read_json, write_json
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
+from paddle_recompute.app.config import OWN_KEY
+from paddle_recompute.app.data import PairTokenizer
 from paddle_recompute.app.retrieval.trained import TrainedEncoder
-from paddle_recompute.errors import DependencyError, StaticGraphError
+from paddle_recompute.errors import DependencyError, OutputError, StaticGraphError
+from paddle_recompute.weights import save_weights
 
 _OPSET = 16
 _TOLERANCE = 1e-5
@@ -32,6 +36,49 @@ class _Normalised(paddle.nn.Layer):
         vector = self.model(input_ids).astype("float32")
         norm = paddle.sqrt((vector * vector).sum(axis=1, keepdim=True))
         return vector / norm.clip(min=float(np.finfo(np.float32).tiny))
+
+
+def write_weights(encoder: TrainedEncoder, file: str | Path) -> None:
+    """Write the weights, and beside them what `load_encoder` and ``model.init_from`` need.
+
+    That is ``tokenizer.json``, and ``config.json`` with the section ``model`` and the digest of the
+    vocabulary.
+
+    Args:
+        encoder: From `load_encoder`.
+        file: Ends in ``.pdparams`` or ``.safetensors``.
+
+    Raises:
+        OutputError: A file cannot be written, or another model's is there.
+        CheckpointError: `file` has another suffix.
+    """
+    file = Path(file)
+    described = {
+        "model": {k: v for k, v in encoder.config.model_dump(mode="json").items() if v is not None},
+        "limits": [encoder.longest("query"), encoder.longest("document")],
+        "vocabulary": encoder.tokenizer.vocabulary(),
+    }
+    config = file.with_name("config.json")
+    if config.exists() and read_json(config) != {OWN_KEY: described}:
+        raise OutputError(f"{config}: is of another model; name a file in another folder")
+    write_tokenizer(encoder.tokenizer, file)
+    save_weights(encoder.model, file)
+    write_json(config, {OWN_KEY: described})
+
+
+def write_tokenizer(tokenizer: PairTokenizer, weights: Path) -> None:
+    """Write ``tokenizer.json`` beside the file of weights that it belongs to.
+
+    Raises:
+        OutputError: Another one is there, or it cannot be written.
+    """
+    file = weights.with_name("tokenizer.json")
+    if file.exists():
+        found = hashlib.sha256(file.read_bytes()).hexdigest()
+        if found != tokenizer.sha256:
+            raise OutputError(f"{file}: is another tokenizer; name another folder for the weights")
+        return
+    tokenizer.save(file)
 
 
 def write_inference(encoder: TrainedEncoder, folder: str | Path) -> None:

@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from paddle_recompute._paddle.cpu_settings import use_cpu_settings_and_say_so
-from paddle_recompute.app.config import ModelConfig
+from paddle_recompute._run_folder import CHECKPOINTS, MANIFEST, checkpoints_in
+from paddle_recompute.app.config import (
+    ModelConfig,
+    model_folder,
+    newest_checkpoint,
+    tokenizer_beside,
+)
 from paddle_recompute.app.data import JudgedQueries, PairTokenizer, load_tokenizer
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.app.retrieval.evaluation import (
@@ -27,27 +33,28 @@ from paddle_recompute.app.retrieval.evaluation import (
     place_of,
     retrieval_metrics,
 )
-from paddle_recompute.checkpoint import find_checkpoint, has_checkpoint
+from paddle_recompute.checkpoint import find_checkpoint, open_checkpoint
 from paddle_recompute.distributed import values_of_ranks
-from paddle_recompute.errors import CheckpointError, DataError
+from paddle_recompute.errors import CheckpointError, ConfigError, DataError
 from paddle_recompute.weights import load_weights
 
 Side = Literal["query", "document"]
+_OF_A_MODEL = (".json", ".safetensors", ".pdparams", ".txt")
 
 
 @dataclass(frozen=True)
 class TrainedEncoder:
-    """A model with its tokenizer and limits, from a folder that `Trainer` wrote.
+    """A model with its tokenizer and limits.
 
     Attributes:
         model: In evaluation mode.
         tokenizer: The tokenizer that it was trained with.
-        folder: The folder of the checkpoint.
-        step: Number of optimizer steps that it was trained.
+        folder: The folder of the checkpoint, or of the pretrained model.
+        step: Number of optimizer steps that it was trained; 0: it is a pretrained model.
         fingerprint: 8 hexadecimal digits of weights, vocabulary and prompts: equal ones make
             equal vectors.
-        max_query_tokens: The limit for queries in training.
-        max_positive_tokens: The limit for positives in training.
+        max_query_tokens: The limit for queries in training, or that of the pretrained model.
+        max_positive_tokens: The same for positives.
         config: The section ``model`` of the run, without ``init_from``.
     """
 
@@ -93,16 +100,21 @@ class TrainedEncoder:
 
 
 def load_encoder(folder: str | Path) -> TrainedEncoder:
-    """Read the newest checkpoint of a run that is whole; a warning names those that are damaged.
+    """Read an encoder: the newest checkpoint of a run that is whole, or a pretrained model.
 
-    The folder may come from anyone: nothing in it is run. On a CPU it calls `use_cpu_settings`, and
-    logs once what that has set; ``PADDLE_RECOMPUTE_CPU_SETTINGS=0`` switches it off.
+    A warning names checkpoints that are damaged. The folder may come from anyone: nothing in it is
+    run. On a CPU it calls `use_cpu_settings`, and logs once what that has set;
+    ``PADDLE_RECOMPUTE_CPU_SETTINGS=0`` switches it off.
 
     Args:
-        folder: ``train.output_dir`` of the run, or the folder ``checkpoint`` in it.
+        folder: ``train.output_dir`` of a run, the folder ``checkpoint`` or ``best`` in it, or one
+            checkpoint; or a folder of Hugging Face, sentence-transformers or PaddleNLP, or what
+            ``export`` has written.
 
     Raises:
-        CheckpointError: There is no checkpoint, or all are damaged, or it is of another version.
+        CheckpointError: There is no model, or all checkpoints are damaged, or it is of another
+            version.
+        ConfigError: The model needs something that is not supported.
         DataError: Its tokenizer cannot be read.
 
     Examples:
@@ -112,14 +124,14 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
         3
     """
     folder = Path(folder)
-    inner = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-    if not has_checkpoint(inner):
-        raise CheckpointError(
-            f"{folder}: contains no trained model; name the train.output_dir of a run of "
-            "`paddle-recompute train`"
-        )
     use_cpu_settings_and_say_so()
-    checkpoint = find_checkpoint(inner, tell=partial(warnings.warn, stacklevel=3))
+    if newest_checkpoint(folder) is None:
+        return _pretrained(folder)
+    if (folder / MANIFEST).is_file():
+        checkpoint = open_checkpoint(folder)
+    else:
+        inner = folder / CHECKPOINTS if checkpoints_in(folder / CHECKPOINTS) else folder
+        checkpoint = find_checkpoint(inner, tell=partial(warnings.warn, stacklevel=3))
     try:
         config = checkpoint.state["config"]
         # The file of the initial weights is not needed, and may not exist any more.
@@ -132,7 +144,7 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
             f"{checkpoint.folder / 'state.json'}: its configuration cannot be read; was it written "
             f"by another version? ({str(error).splitlines()[0]})"
         ) from error
-    tokenizer = load_tokenizer(checkpoint.tokenizer_file)
+    tokenizer = load_tokenizer(checkpoint.tokenizer_file, pad_id=dimensions.pad_token_id)
     model = build_model(dimensions, tokenizer.vocab_size)
     weights = checkpoint.weights_file
     load_weights(model, weights)
@@ -147,6 +159,42 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
         max_query_tokens=query,
         max_positive_tokens=positive,
         config=dimensions,
+    )
+
+
+def _pretrained(folder: Path) -> TrainedEncoder:
+    found = model_folder(folder)
+    file = tokenizer_beside(folder)
+    if found is None or file is None:
+        lacks = "config.json" if found is None else "tokenizer.json or vocab.txt"
+        raise CheckpointError(
+            f"{folder}: contains no trained model; it has no checkpoint and no {lacks}. "
+            "Name the train.output_dir of a run of `paddle-recompute train`, or a folder of "
+            "Hugging Face, sentence-transformers or PaddleNLP"
+        )
+    try:
+        config = ModelConfig.model_validate({"init_from": folder})
+    except ValidationError as error:
+        raise ConfigError(f"{found.said_in}: {str(error)[:500]}") from error
+    tokenizer = load_tokenizer(file, pad_id=config.pad_token_id)
+    if found.vocabulary and found.vocabulary != tokenizer.vocabulary():
+        raise DataError(
+            f"{file}: has other entries than the vocabulary that the weights in {folder} were "
+            "trained with; put back their tokenizer"
+        )
+    model = build_model(config, tokenizer.vocab_size)
+    model.eval()
+    query, document = found.limits or (config.max_tokens, config.max_tokens)
+    files = [one for one in sorted(folder.rglob("*")) if one.suffix in _OF_A_MODEL]
+    return TrainedEncoder(
+        model=model,
+        tokenizer=tokenizer,
+        folder=folder,
+        step=0,
+        fingerprint=_checksum(config.prompts, *files),
+        max_query_tokens=query,
+        max_positive_tokens=document,
+        config=config.model_copy(update={"init_from": None}),
     )
 
 
@@ -312,8 +360,9 @@ def evaluate_encoder(
         progress: Called after every batch with its number of texts.
 
     Returns:
-        For JSON: ``metrics`` (see `retrieval_metrics`), ``queries``, ``pool_size``, ``judgements``
-        (answers of all queries), ``model``, ``step`` and ``notes``.
+        For JSON: ``metrics`` (see `retrieval_metrics`), ``queries``, ``pool_size``, ``tied``
+        (queries with candidates that score as much as an answer), ``judgements`` (answers of all
+        queries), ``model``, ``step`` and ``notes``.
 
     Raises:
         DataError: A vector is not finite; or an answer has the id of its query and is excluded.
@@ -341,7 +390,12 @@ def evaluate_encoder(
         ks=KS,
         excluded=np.array(judged.same_id) if exclude_same_id else None,
     )
-    sizes = {name: int(found.pop(name)) for name in ("queries", "pool_size")}
+    sizes = {name: int(found.pop(name)) for name in ("queries", "pool_size", "tied")}
+    if tied := sizes["tied"]:
+        notes.append(
+            f"{tied} queries have candidates with the score of an answer; ties count against the "
+            "model"
+        )
     return {
         "metrics": found,
         **sizes,

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, Val
 from paddle_recompute._files import read_json, write_text
 from paddle_recompute._run_folder import BEST, CHECKPOINTS, RECORD
 from paddle_recompute.app.config import Config
+from paddle_recompute.app.data import Position
 from paddle_recompute.app.report import flat
 from paddle_recompute.app.trainer.loop import Best, Callback, Run
 from paddle_recompute.app.trainer.step import Chunks
@@ -35,7 +36,7 @@ from paddle_recompute.errors import CheckpointError
 _SAVED = {
     "data.tokenizer": "the tokenizer of the checkpoint is used",
     "data.vocab_size": "the vocabulary of the checkpoint is used",
-    "train.eval_before": "the model is not untrained any more",
+    "train.eval_before": "the model was trained already",
     "contrastive.temperature": "the learned temperature of the checkpoint is used",
     "strategy.amp_configs.init_loss_scaling": "the loss scale of the checkpoint is used",
 }
@@ -62,6 +63,7 @@ class RunState(BaseModel):
         plan: With ``recompute.policy: budget``.
         figures: Of the steps so far.
         validation: The evaluations so far.
+        position: Where the run is in its pairs; None: of an earlier version.
         train_step: The loss scale.
     """
 
@@ -74,6 +76,7 @@ class RunState(BaseModel):
     plan: dict[str, Any] | None = None
     figures: dict[str, Any] = {}
     validation: Best | None = None
+    position: Position | None = None
     train_step: dict[str, Any] = {}
 
     @classmethod
@@ -300,6 +303,7 @@ class RunCheckpoints(Callback):
             plan=plan.to_dict() if plan is not None else None,
             figures=run.figures,
             validation=run.best,
+            position=run.position,
             train_step={name: saved[name] for name in saved.keys() & {"loss_scaler"}},
         )
         save_checkpoint(

@@ -11,8 +11,7 @@ import paddle
 
 from paddle_recompute.app.config import Config
 from paddle_recompute.distributed import buffers_of, values_of_ranks
-from paddle_recompute.errors import CheckpointError, ConfigError, DivergenceError
-from paddle_recompute.weights import foreign_naming
+from paddle_recompute.errors import CheckpointError, DivergenceError
 
 _FEWEST_STEPS = 10
 """Fewer are a trial."""
@@ -41,27 +40,6 @@ def check_weights(model: paddle.nn.Layer, source: object) -> None:
         raise CheckpointError(
             f"model.init_from: {source}: {name} holds NaN or an infinity; the run that wrote the "
             "file had diverged. Take an earlier checkpoint of it"
-        )
-
-
-def check_vocabulary(config: Config) -> None:
-    """Refuse another library's weights that would be trained with a new vocabulary.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-        ConfigError: ``model.init_from`` needs ``data.tokenizer``.
-    """
-    source = config.model.init_from
-    if source is None or config.tokenizer_file is not None:
-        return
-    naming = foreign_naming(source)
-    if naming is not None:
-        raise ConfigError(
-            f"model.init_from: {source} holds weights with the names of {naming}, and each row of "
-            "their word embedding is an entry of the vocabulary that they were trained with. A "
-            "vocabulary that is trained on the pairs has other entries in these rows, so the "
-            "weights would mean nothing. Set data.tokenizer to the tokenizer.json or vocab.txt "
-            "that belongs to them"
         )
 
 
@@ -108,8 +86,8 @@ def without_gain(config: Config, record: dict[str, Any]) -> list[str]:
     before = record["untrained_mrr"]
     if before is not None and record["mrr"] < before:
         notes.append(
-            "The trained model finds less than the untrained one. Train longer, with more pairs, "
-            "or with a lower train.learning_rate"
+            "The trained model finds less than the model before training. Train longer, with more "
+            "pairs, or with a lower train.learning_rate"
         )
     return notes
 

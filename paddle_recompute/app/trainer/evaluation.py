@@ -79,6 +79,9 @@ class Evaluation(Callback):
 
     def on_start(self, run: Run) -> None:
         self._autocast = lambda: run.steps.step.autocast()
+        if run.done == 0 and run.untrained and run.config.train.eval_every is not None:
+            run.best.add(0, run.untrained[run.best.metric])
+            self._save_best(run)
 
     def after_step(self, run: Run) -> None:
         run.valid = None

@@ -7,7 +7,6 @@ all ranks, so the ranks agree on the best evaluation (`Best`) without asking eac
 
 from __future__ import annotations
 
-import itertools
 import math
 import signal
 import time
@@ -22,7 +21,7 @@ from pydantic import FiniteFloat, NonNegativeInt
 
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.data import PairLoader, PreparedData
+from paddle_recompute.app.data import PairLoader, Position, PreparedData
 from paddle_recompute.app.trainer.budget_plan import PlannedSteps
 from paddle_recompute.app.trainer.divergence import explained
 from paddle_recompute.app.trainer.memory import largest_of_ranks
@@ -149,6 +148,7 @@ class Run:
         schedule: The learning rate of the next step.
         untrained: The metrics before training.
         best: The evaluations so far.
+        position: Where the steps so far have come in the pairs.
         figures: Of the steps up to the last save: ``loss``, ``peak_bytes``,
             ``examples_per_second``.
         step: The last step, counted from 1; `done` before the first.
@@ -171,6 +171,7 @@ class Run:
     schedule: LRScheduler
     untrained: dict[str, Any]
     best: Best
+    position: Position
     figures: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     epoch: int = 0
@@ -327,22 +328,24 @@ def _stop(run: Run, signal_number: int | None) -> NoReturn:
 
 
 def batches_of(
-    config: Config, loader: PairLoader, done: int, total: int
+    config: Config, loader: PairLoader, done: int, total: int, position: Position | None = None
 ) -> Iterator[tuple[int, int, list[Batch]]]:
     """(step, epoch, micro-batches) of the steps after `done` up to `total`; steps count from 1.
 
-    A step's pairs are the same whatever the number of micro-batches they are cut into.
+    A step's pairs are the same whatever the number of micro-batches they are cut into. `position`
+    follows the steps; None: every step so far was one of this batch.
     """
-    rows = config.micro_batch
+    rows, size = config.micro_batch, config.contrastive.global_batch
+    position = position or loader.position_after(done, size)
     while done < total:
-        epoch, skipped = divmod(done, len(loader))
-        loader.set_epoch(epoch)
-        for batch in itertools.islice(loader, skipped, None):
+        loader.go_to(position)
+        for batch in loader:
             done += 1
+            position.take(size)
             del batch["index"]
             yield (
                 done,
-                epoch,
+                position.epoch,
                 [
                     {name: part[first : first + rows] for name, part in batch.items()}
                     for first in range(0, config.local_batch, rows)
@@ -350,6 +353,7 @@ def batches_of(
             )
             if done == total:
                 return
+        position.epoch, position.taken = position.epoch + 1, []
 
 
 def _finite(value: float) -> float | None:

@@ -21,7 +21,15 @@ import paddle
 from paddle_recompute._paddle.cpu_settings import use_cpu_settings_and_say_so
 from paddle_recompute._run_folder import BEST, METRICS, PLAN, REPORT, begin_anew
 from paddle_recompute.app.config import Config, schedule_of
-from paddle_recompute.app.data import PairLoader, PreparedData, Source, build_loader, prepare_data
+from paddle_recompute.app.data import (
+    PairLoader,
+    Position,
+    PreparedData,
+    Source,
+    build_loader,
+    check_vocabulary,
+    prepare_data,
+)
 from paddle_recompute.app.report import require_bokeh, retrieval_table, write_report
 from paddle_recompute.app.trainer.boards import boards
 from paddle_recompute.app.trainer.budget_plan import PlannedSteps, earlier_plan, make_budget_plan
@@ -32,7 +40,7 @@ from paddle_recompute.app.trainer.checkpoints import (
     write_record,
 )
 from paddle_recompute.app.trainer.chunk_search import MemoryProbe
-from paddle_recompute.app.trainer.divergence import check_vocabulary, check_weights, without_gain
+from paddle_recompute.app.trainer.divergence import check_weights, without_gain
 from paddle_recompute.app.trainer.evaluation import Evaluation
 from paddle_recompute.app.trainer.events import Events, data_figures, environment
 from paddle_recompute.app.trainer.loop import Best, Callback, Run, batches_of, train
@@ -149,7 +157,7 @@ class Trainer:
         self._checkpoints = RunCheckpoints(self.config, self._rank, self._events.say)
         resumed = self._checkpoints.find()
         data, loader = self._load(resumed)
-        best, total = self._what_is_left(resumed, len(loader))
+        best, position, total = self._what_is_left(resumed, loader)
         if resumed is not None and resumed.step >= total:
             kept = self._checkpoints.record_of_ended(resumed.step, total)
             if kept is not None:
@@ -159,7 +167,7 @@ class Trainer:
         model = self._build_model(data.tokenizer.vocab_size, plan)
         evaluate = Evaluation(self.config, model, data, self._events, self._checkpoints.save_best)
         untrained = self._evaluate_before(evaluate, resumed)
-        run = self._begin(model, objective, data, plan, best, total, untrained, resumed)
+        run = self._begin(model, objective, data, plan, best, position, total, untrained, resumed)
         callbacks = [
             self._events,
             evaluate,
@@ -169,7 +177,7 @@ class Trainer:
             *self._boards,
             *self._callbacks,
         ]
-        train(run, batches_of(self.config, loader, run.done, total), callbacks)
+        train(run, batches_of(self.config, loader, run.done, total, run.position), callbacks)
         if run.valid is None:
             self._events.say("Evaluating the trained model", bold=True)
             run.valid = evaluate("trained")
@@ -212,17 +220,25 @@ class Trainer:
             check_weights(model, self.config.model.init_from)  # the measurement takes minutes
         return data, loader
 
-    def _what_is_left(self, resumed: Resumed | None, steps_per_epoch: int) -> tuple[Best, int]:
-        """The evaluations so far, and the steps of the whole run."""
-        best, total = Best(self.config.train.best_metric), total_steps(self.config, steps_per_epoch)
+    def _what_is_left(
+        self, resumed: Resumed | None, loader: PairLoader
+    ) -> tuple[Best, Position, int]:
+        """The evaluations so far, the place in the pairs, and the steps of the whole run."""
+        best, position = Best(self.config.train.best_metric), Position()
+        total = total_steps(self.config, len(loader))
         if resumed is not None:
+            before_size = int(resumed.state.config["contrastive"]["global_batch"])
+            position = resumed.state.position or loader.position_after(resumed.step, before_size)
+            # Steps of other batches: an epoch had more or fewer of them.
+            other = resumed.step + loader.go_to(position) - (position.epoch + 1) * len(loader)
+            total = total_steps(self.config, len(loader), other)
             before = resumed.state.validation
             best = before if before is not None and before.metric == best.metric else best
             if best.has_ended(self.config):
                 patience = self.config.train.patience
                 self._events.say(f"train.patience: {patience} has ended the run")
                 total = min(total, resumed.step)
-        return best, total
+        return best, position, total
 
     def _measure(
         self, vocab_size: int, resumed: Resumed | None
@@ -262,7 +278,7 @@ class Trainer:
             return resumed.state.untrained
         if not self.config.train.eval_before:
             return {}
-        self._events.say("Evaluating the untrained model", bold=True)
+        self._events.say("Evaluating the model before training", bold=True)
         return evaluate("untrained")
 
     def _begin(
@@ -272,6 +288,7 @@ class Trainer:
         data: PreparedData,
         plan: RecomputePlan | None,
         best: Best,
+        position: Position,
         total: int,
         untrained: dict[str, Any],
         resumed: Resumed | None,
@@ -297,7 +314,18 @@ class Trainer:
             amp = config.strategy.amp_configs
             say(f"Mixed precision: {amp.dtype}, level {amp.level}")
         run = Run(
-            config, rank, total, done, data, model, objective, steps, schedule, untrained, best
+            config,
+            rank,
+            total,
+            done,
+            data,
+            model,
+            objective,
+            steps,
+            schedule,
+            untrained,
+            best,
+            position,
         )
         run.count()
         if resumed is not None:
@@ -370,7 +398,10 @@ class Trainer:
         )
 
 
-def total_steps(config: Config, steps_per_epoch: int) -> int:
-    """Optimizer steps of the whole run: ``max_steps`` or ``num_epochs``, whichever ends first."""
-    by_epochs = config.train.num_epochs and config.train.num_epochs * steps_per_epoch
+def total_steps(config: Config, steps_per_epoch: int, other: int = 0) -> int:
+    """Optimizer steps of the whole run: ``max_steps`` or ``num_epochs``, whichever ends first.
+
+    `other` is how many more the epochs have had, with other batches.
+    """
+    by_epochs = config.train.num_epochs and config.train.num_epochs * steps_per_epoch + other
     return min(limit for limit in (config.train.max_steps, by_epochs) if limit is not None)

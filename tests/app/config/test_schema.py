@@ -99,6 +99,8 @@ FAULTS = {
     "strategy.gradient_merge_configs.k_steps=2": "budget: 1073741824: micro",
     "contrastive.fill=random": "has no effect without hard_negatives; set it",
     "data.source=files": "data.train_file: required with source: files",
+    "data.source=files; data.train_file=a.txt.gz; model.hidden_dropout=0; "
+    "model.attention_dropout=0": "model.hidden_dropout: must be above 0 with one text per line",
     "data.train_file=a.tsv": "does not go with source: cedict",
     "data.source=files; data.train_file=a; data.valid_file=b; data.valid_pairs=9": "valid_file",
     "strategy.gradient_merge=true": "has no effect without gradient_merge_configs.k_steps; set it",

@@ -68,8 +68,6 @@ def test_pairs(tmp_path: Path) -> None:
         ("corpus", "\n", "corpus.jsonl: contains no text"),
         ("queries", '{"_id": "q1", "text": " "}\n', "queries.jsonl:1: empty text"),
         ("test", "q1\td1\n", r"test.tsv:1: 2 columns, expected query-id<TAB>corpus-id<TAB>score"),
-        ("test", "\nq9\td1\t1\n", r"test.tsv:2: there is no query with the id 'q9'"),
-        ("test", "q1\td9\t1\n", r"test.tsv:1: there is no document with the id 'd9'"),
         ("test", "q1\td1\t0.5\n", r"test.tsv:1: the score is '0.5', expected a whole number"),
         ("test", "q1\td1\t1_0\n", r"test.tsv:1: the score is '1_0', expected a whole number"),
         (
@@ -78,7 +76,6 @@ def test_pairs(tmp_path: Path) -> None:
             r"test.tsv:1: the score is 9{20}, expected at most 1000",
         ),
         ("test", "q1\td1\t1001\n", r"test.tsv:1: the score is 1001, expected at most 1000"),
-        ("test", "q1\td1\t1\nq1\td1\t1\n", r"test.tsv:2: query 'q1' and document 'd1' are judged"),
         ("test", "q1\td1\t0\n", "test.tsv: judges no document with a score of 1 or more"),
     ],
 )
@@ -89,8 +86,57 @@ def test_what_is_wrong_is_told_with_its_line(
         read_judged(written(tmp_path, **{name: text}))
 
 
+ODD = "\nq9\td1\t1\nq1\td9\t1\nq1\td2\t1\nq1\td8\t2\nq1\td1\t1\nq1\td2\t2\nq2\td9\t1\n"
+
+
+def test_odd_judgements_are_counted(tmp_path: Path) -> None:
+    """An unknown document is an answer that is never found, as in trec_eval."""
+    found = read_judged(written(tmp_path, test=ODD))
+    assert (found.queries, found.pool) == (["pets", "cats"], ["Cats purr", "dogs bark", ""])
+    (d9, of_d9), *others = found.answers[0].items()
+    assert d9 < -1
+    assert [of_d9, *others[:1]] == [1, (1, 2)]
+    assert found.answers[1] == {d9: 1}
+    assert len({row for answers in found.answers for row in answers}) == 4
+    assert found.notes[:3] == [
+        "1 judgements of unknown queries are left out",
+        "3 judgements of unknown documents are answers that are never found",
+        "1 judgements repeat an earlier one, and count in its place",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\nq9\td1\t1\n", r"test.tsv:2: there is no query with the id 'q9'"),
+        ("q1\td9\t1\n", r"test.tsv:1: there is no document with the id 'd9'"),
+        ("q1\td1\t1\nq1\td1\t1\n", r"test.tsv:2: query 'q1' and document 'd1' are judged twice"),
+    ],
+)
+def test_odd_judgements_are_refused_if_asked(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        read_judged(written(tmp_path, test=text), strict=True)
+
+
+@pytest.mark.parametrize("suffix", ["tsv", "txt", "qrels", "txt.gz"])
+def test_judgements_of_trec(suffix: str, tmp_path: Path) -> None:
+    written(tmp_path)
+    (tmp_path / "queries.jsonl").write_text(FILES["queries.jsonl"].replace("q3", "q 3"))
+    (tmp_path / "qrels" / "spaces.tsv").write_text("q 3\td1\t1\n")
+    assert read_judged(tmp_path, split="spaces").queries == ["birds"]
+    written(tmp_path)
+    lines = b"q2 0 d2 1\r\nq1\tQ0\td2\t2\n\nq1  0  d1 1\nq3 0 d1 -1\n"
+    packed = gzip.compress(lines) if suffix.endswith("gz") else lines
+    (tmp_path / "qrels" / f"trec.{suffix}").write_bytes(packed)
+    found = read_judged(tmp_path, split="trec")
+    assert (found.queries, found.answers) == (["cats", "pets"], [{1: 1}, {1: 2, 0: 1}])
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"corpus.jsonl: there is no such file; a folder to eval"):
         read_judged(tmp_path)
+    (tmp_path / "texts.txt").write_text("a\nb\n")
+    with pytest.raises(DataError, match=r"texts\.txt: has one text per line, and no answers"):
+        read_judged(tmp_path / "texts.txt")
     with pytest.raises(DataError, match="there is no such file"):
         read_judged(tmp_path / "pairs.tsv")

@@ -16,6 +16,7 @@ from paddle_recompute.app.data import (
     Pair,
     PairLoader,
     PairTokenizer,
+    Position,
     load_tokenizer,
     train_tokenizer,
 )
@@ -57,7 +58,7 @@ def deal(shape: tuple[int, int, int], seed: int, epoch: int) -> list[list[list[i
         sampler = RankSampler(
             num_pairs, local_batch=local_batch, rank=rank, num_ranks=num_ranks, seed=seed
         )
-        dealt.append(list(sampler.batches(epoch)))
+        dealt.append(list(sampler.batches(Position(epoch))))
         assert len(dealt[-1]) == len(sampler)
         assert sampler.num_dropped == num_pairs - len(sampler) * local_batch * num_ranks
     return dealt
@@ -185,7 +186,8 @@ def pairs_of(drawn: list[tuple[int, int]]) -> list[Pair]:
 
 def sampler_of(pairs: list[Pair], size: int, **changes: Any) -> RankSampler:
     settings: dict[str, Any] = {"local_batch": size, "rank": 0, "num_ranks": 1, "seed": 0}
-    return RankSampler(len(pairs), texts=text_numbers(pairs), **{**settings, **changes})
+    settings["texts"] = text_numbers(pairs)
+    return RankSampler(len(pairs), **{**settings, **changes})
 
 
 @given(drawn=drawn_pairs, size=st.integers(1, 8), seed=st.integers(0, 99), epoch=st.integers(0, 9))
@@ -194,7 +196,7 @@ def test_no_batch_has_a_text_twice_on_one_side(
 ) -> None:
     pairs = pairs_of(drawn)
     sampler = sampler_of(pairs, size, seed=seed)
-    batches = list(sampler.batches(epoch))
+    batches = list(sampler.batches(Position(epoch)))
     assert len(batches) == len(sampler)
     assert sampler.num_dropped == len(pairs) - size * len(batches)
     for batch in batches:
@@ -210,7 +212,7 @@ def test_the_order_is_the_usual_one_but_for_pairs_that_wait() -> None:
     usual = RankSampler(50, local_batch=8, rank=0, num_ranks=1, seed=3)
     sampler = sampler_of(pairs, 8, seed=3)
     for epoch in (0, 4):
-        assert list(sampler.batches(epoch)) == list(usual.batches(epoch))
+        assert list(sampler.batches(Position(epoch))) == list(usual.batches(Position(epoch)))
     assert (len(sampler), sampler.num_dropped) == (len(usual), usual.num_dropped)
     pairs = [Pair(*pair.split()) for pair in ("a x", "a y", "b x", "c z", "d w", "e v")]
     found = distinct_batches(np.arange(6), text_numbers(pairs), 2)
@@ -220,9 +222,9 @@ def test_the_order_is_the_usual_one_but_for_pairs_that_wait() -> None:
 def test_ranks_share_the_batches_of_one_process() -> None:
     random = np.random.default_rng(0)
     pairs = pairs_of(random.integers(0, 40, (200, 2)).tolist())
-    alone = list(sampler_of(pairs, 12).batches(1))
+    alone = list(sampler_of(pairs, 12).batches(Position(1)))
     samplers = [sampler_of(pairs, 4, rank=rank, num_ranks=3) for rank in range(3)]
-    parts = zip(*(sampler.batches(1) for sampler in samplers), strict=True)
+    parts = zip(*(sampler.batches(Position(1)) for sampler in samplers), strict=True)
     assert [list(chain(*part)) for part in parts] == alone
 
 
@@ -233,14 +235,49 @@ def test_an_epoch_with_fewer_batches_ends_with_those_of_the_first() -> None:
     counts = {}
     for seed in range(20):
         sampler = sampler_of(pairs, 2, seed=seed)
-        first = list(sampler.batches(0))
+        first = list(sampler.batches(Position(0)))
         for epoch in range(20):
             order = np.random.default_rng([seed, epoch]).permutation(len(pairs))
             own = distinct_batches(order, numbers, 2).tolist()
-            batches = list(sampler.batches(epoch))
+            batches = list(sampler.batches(Position(epoch)))
             assert batches == (own + first[len(own) :])[: len(first)]
             counts[len(own) - len(first)] = counts.get(len(own) - len(first), 0) + 1
     assert min(counts) < 0 < max(counts)  # both happen here
+
+
+# ------------------------------------------------------------------------------------- resume
+
+
+def left_of_ranks(pairs: list[Pair], size: int, ranks: int, position: Position, **how: Any) -> Any:
+    """The pairs of each global batch behind `position`, joined from those of the ranks."""
+    of_ranks = [
+        sampler_of(pairs, size // ranks, rank=rank, num_ranks=ranks, **how).batches(position)
+        for rank in range(ranks)
+    ]
+    return [list(chain(*parts)) for parts in zip(*of_ranks, strict=True)]
+
+
+@pytest.mark.parametrize("how", [{}, {"texts": None}], ids=["no_duplicates", "usual"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_resume_at_every_step_sees_the_same_pairs(ranks: int, how: dict[str, Any]) -> None:
+    """Also with another batch: no pair of the epoch twice, and less than a batch of it missed."""
+    pairs = pairs_of(np.random.default_rng(0).integers(0, 40, (60, 2)).tolist())
+    for epoch in (0, 3):
+        whole = left_of_ranks(pairs, 6, 1, Position(epoch), **how)
+        assert len(whole) > 6
+        for count in range(len(whole) + 1):
+            position = Position(epoch, [(6, count)])
+            assert left_of_ranks(pairs, 6, ranks, position, **how) == whole[count:]
+            seen = [*chain(*whole[:count])]
+            for size, steps in ((12, 1), (18, 1), (6, 99)):
+                more = left_of_ranks(pairs, size, ranks, position, **how)[:steps]
+                seen += chain(*more)
+                for _ in more:
+                    position.take(size)
+            if how or not epoch:  # else an epoch may end with batches of the first
+                assert len(seen) == len(set(seen))
+            if how:
+                assert len(seen) > len(pairs) - 6
 
 
 def test_many_duplicates_take_little_time() -> None:

@@ -239,8 +239,9 @@ def test_bad_settings_beside_a_vocab_txt_are_refused(
     ("entries", "message"),
     [
         (ENTRIES[1:], r"vocab.txt: not a vocab.txt .* has the entries \[PAD\]"),
-        ([*ENTRIES, "cat"], r"vocab.txt: not a vocab.txt .the entry 'cat' appears twice"),
-        (["a", *ENTRIES], r"\[PAD\] must be 0"),
+        ([*ENTRIES, "cat\t4"], r"vocab.txt: not a vocab.txt .two entries have one id"),
+        ([*ENTRIES, "cat\t-4"], r"vocab.txt: not a vocab.txt .a line is not entry<TAB>id"),
+        (["a", *ENTRIES], r"has \('\[PAD\]', 1\); the padding must be the entry 0"),
     ],
 )
 def test_bad_vocabularies_are_refused(entries: list[str], message: str, tmp_path: Path) -> None:
@@ -254,3 +255,129 @@ def test_a_tokenizer_that_cannot_read_every_text_is_refused(tmp_path: Path) -> N
     file.write_text(json.dumps({**tree, "model": {**tree["model"], "unk_token": "[X]"}}))
     with pytest.raises(DataError, match=r"tokenizer.json: the tokenizer cannot read .*UNK"):
         load_tokenizer(file)
+
+
+def test_one_capital_does_not_make_a_vocabulary_cased(tmp_path: Path) -> None:
+    words = ["".join(chr(97 + (n * k) % 26) for k in (1, 3, 7)) for n in range(26)]
+    path = vocabulary(tmp_path, [*ENTRIES, *dict.fromkeys(words), "McX", "猫咪", "12"])
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode(["The"], 9)[0].tolist() == [2, 4, 3]
+    assert [note.removeprefix(str(path)) for note in tokenizer.notes] == [
+        ": 1 of 31 entries have a capital letter, so texts become lower case; do_lower_case in a "
+        "tokenizer_config.json beside it decides otherwise"
+    ]
+    (tmp_path / "tokenizer_config.json").write_text('\ufeff{"do_lower_case": false}')
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.encode(["The"], 9)[0].tolist(), tokenizer.notes) == ([2, UNK, 3], [])
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_vocab_txt_as_ernie_publishes_it(mark: str, end: str, tmp_path: Path) -> None:
+    """Entries with their ids; one twice, of which PaddleNLP takes the last."""
+    lines = [f"{entry}\t{number}" for number, entry in enumerate([*ENTRIES, "cat", "a\u2028b"])]
+    path = tmp_path / "vocab.txt"
+    path.write_bytes((mark + end.join(lines) + end).encode())
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.vocab_size == len(ENTRIES) + 2
+    assert tokenizer.encode(["the cat"], 9)[0].tolist() == [2, 4, len(ENTRIES), 3]
+    assert tokenizer.notes[0].endswith("1 entries appear twice; the last id of each counts")
+
+
+# ------------------------------------------------------------------------- tokenizers of others
+
+
+def byte_pairs() -> tokenizers.Tokenizer:
+    """As RoBERTa's: byte level, padding 1, ``<s>`` and ``</s>`` around a text."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {one: n for n, one in enumerate(["<s>", "<pad>", "</s>", "<unk>", *letters, "ca"])}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("c", "a")], unk_token="<unk>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.post_processor = tokenizers.processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    library.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
+    return library
+
+
+def unigrams() -> tokenizers.Tokenizer:
+    """As XLM-RoBERTa's: SentencePiece, padding 1."""
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", "▁ca", "t", "c", "a"]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.Unigram([(one, -float(n)) for n, one in enumerate(pieces)], unk_id=3)
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    library.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
+    return library
+
+
+def decoder() -> tokenizers.Tokenizer:
+    """As Qwen3-Embedding's: nothing before a text, the padding behind it."""
+    library = byte_pairs()
+    library.add_special_tokens(["<|endoftext|>"])
+    end = library.token_to_id("<|endoftext|>")
+    library.enable_padding(pad_id=end, pad_token="<|endoftext|>")
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    return library
+
+
+def word_pieces() -> tokenizers.Tokenizer:
+    entries = {one: n for n, one in enumerate([*ENTRIES, "c", "##a", "##t"])}
+    return tokenizers.BertWordPieceTokenizer(entries)._tokenizer
+
+
+@pytest.mark.parametrize(
+    ("library", "pad_id"),
+    [(word_pieces(), 0), (byte_pairs(), 1), (unigrams(), 1), (decoder(), 261)],
+    ids=["word_pieces", "byte_pairs", "unigrams", "decoder"],
+)
+def test_a_text_becomes_what_tokenizers_makes_of_it(
+    library: tokenizers.Tokenizer, pad_id: int, tmp_path: Path
+) -> None:
+    library.add_special_tokens(["[WORLD]", tokenizers.AddedToken("<e1>", lstrip=True)])
+    library.add_tokens(["caca", tokenizers.AddedToken("tt", single_word=True)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json", pad_id=pad_id)
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    plain.no_padding()
+    texts = ["[WORLD] cat", "a  <e1>cat <e1>", "caca tt att", "", " ", "the[WORLD]猫", "<e2>"]
+    texts += ["[UNK] cat", "[world] <E1>"]
+    for text in texts:
+        found = tokenizer.encode([text, "cat " * 30], 99)[0]
+        expected = plain.encode(text).ids
+        assert found.tolist()[: len(expected)] == expected, text
+        assert set(found[len(expected) :].tolist()) == {pad_id}
+    tokenizer.save(tmp_path / "saved.json")
+    again = load_tokenizer(tmp_path / "saved.json", pad_id=pad_id)
+    np.testing.assert_array_equal(again.encode(texts, 9), tokenizer.encode(texts, 9))
+    tokenizer.save_for_others(tmp_path / "other.json", 9)
+    others = tokenizers.Tokenizer.from_file(str(tmp_path / "other.json"))
+    others.encode_special_tokens = True
+    assert [one.ids for one in others.encode_batch(texts)] == tokenizer.encode(texts, 9).tolist()
+    around = tokenizer.encode([""], 9)[0].tolist()
+    for literal in ("[CLS]", "[SEP]", "[PAD]", "<s>", "</s>", "<pad>"):
+        inside = tokenizer.encode([f"cat {literal} cat"], 99)[0].tolist()
+        assert sum(inside.count(one) for one in {*around, pad_id}) == len(around)
+
+
+def test_the_padding_must_be_that_of_the_model(tmp_path: Path) -> None:
+    byte_pairs().save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"has \('<pad>', 1\); the padding must be the entry 0"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_added_tokens_beside_a_vocab_txt(tmp_path: Path) -> None:
+    path = vocabulary(tmp_path, ENTRIES)
+    added = tmp_path / "added_tokens.json"
+    added.write_text(json.dumps({"<e1>": len(ENTRIES), "the": 4}))
+    assert load_tokenizer(path).encode(["<e1> the"], 9)[0].tolist() == [2, len(ENTRIES), 4, 3]
+    for tokens, message in [
+        ({"<e1>": 99}, "'<e1>' is the entry 99; its place"),
+        ({"a": "b"}, "id"),
+    ]:
+        added.write_text(json.dumps(tokens))
+        with pytest.raises(DataError, match=f"^{added}: .*{message}"):
+            load_tokenizer(path)

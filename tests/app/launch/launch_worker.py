@@ -35,6 +35,18 @@ def peers() -> None:
         raise PeerError("rank 9 has died")
 
 
+def deaf(folder: str) -> None:
+    """Rank 1 ends because of another one, and rank 0 by nothing but SIGKILL."""
+    ready = Path(folder, "ready")
+    if RANK == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready.touch()
+        time.sleep(60)
+    while not ready.exists():
+        time.sleep(0.01)
+    peers()
+
+
 def fail() -> None:
     """Rank 1 ends with a bug; rank 0 waits to be stopped."""
     if RANK == 1:
@@ -66,5 +78,5 @@ def wait(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    workers = (settings, refuse, peers, fail, killed, remove, wait)
+    workers = (settings, refuse, peers, deaf, fail, killed, remove, wait)
     {f.__name__: f for f in workers}[sys.argv[1]](*sys.argv[2:])

@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from paddle_recompute._paddle import cpu_settings
+from paddle_recompute.app.cli import _process
 from paddle_recompute.app.config import Config, load_config
 from paddle_recompute.app.launch import (
     RankFailedError,
@@ -27,7 +29,7 @@ from paddle_recompute.app.launch import (
     launcher,
     restarts,
 )
-from paddle_recompute.errors import LaunchError
+from paddle_recompute.errors import DependencyError, LaunchError
 from tests.ranks import ROOT
 
 TINY = ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"
@@ -102,6 +104,17 @@ def test_settings_of_the_user_win(
     assert "GLOG_minloglevel" not in _rank_settings.quiet_settings({"GLOG_minloglevel": "0"})
 
 
+def test_ranks_of_other_machines_do_not_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `fleetrun` starts a command on two machines with two ranks each."""
+    environment = {"PADDLE_TRAINERS_NUM": "4", "PADDLE_LOCAL_SIZE": "2"}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(_rank_settings, "available_cores", lambda: 8)
+    monkeypatch.setattr(_process, "require_paddle", mock.Mock(side_effect=DependencyError("here")))
+    with pytest.raises(DependencyError, match="here"):  # before it joins the others
+        _process.prepare_one_of_ranks("")
+    assert environment["OMP_NUM_THREADS"] == "4"
+
+
 def test_cores_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(_rank_settings, "CPU_QUOTA", tmp_path / "cpu.max")
@@ -132,13 +145,16 @@ def test_the_error_of_the_rank_that_failed_by_itself_is_told(
         ("killed", -signal.SIGKILL, "rank 1 was ended by SIGKILL, .* memory runs out"),
         ("remove", 4, "rank 1 ended with code 4; its output was in .*workerlog.1, removed since"),
         ("peers", launcher.AGAIN, "^rank 9 has died$"),
+        ("deaf", launcher.AGAIN, "^rank 9 has died$"),
     ],
 )
 def test_how_a_rank_failed_is_told(
     worker: str, code: int, words: str, config: Callable[..., Config], tmp_path: Path
 ) -> None:
     with pytest.raises(RankFailedError, match=words) as caught:
-        launch(config(), [*WORKER, worker, *([str(tmp_path)] if worker == "remove" else [])])
+        launch(
+            config(), [*WORKER, worker, *([str(tmp_path)] if worker in ("remove", "deaf") else [])]
+        )
     assert caught.value.code == code
 
 

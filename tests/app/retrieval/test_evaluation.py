@@ -40,7 +40,7 @@ def test_ranks_of_float_vectors_are_those_of_brute_force(tile: int) -> None:
     target = np.random.default_rng(2).integers(0, 333, 50)
     exact = expected(query, pool, [{place: 1} for place in target.tolist()])
     found = retrieval_metrics(query, pool, target, ks=KS, tile=tile)
-    assert found == pytest.approx({**exact, "queries": 50, "pool_size": 333}, abs=1e-12)
+    assert found == pytest.approx({**exact, "queries": 50, "pool_size": 333, "tied": 0}, abs=1e-12)
 
 
 @pytest.mark.parametrize("tile", [5, 4096])
@@ -56,6 +56,7 @@ def test_equal_candidates_are_ties_wherever_they_stand(tile: int) -> None:
         found = retrieval_metrics(query, pool, target, ks=(copies - 1, copies), tile=tile)
         assert found[f"recall@{copies}"] == 1.0
         assert found[f"recall@{copies - 1}"] == 0.0
+        assert found["tied"] == different
 
 
 def test_rounding_of_long_vectors_does_not_decide_between_equal_scores() -> None:
@@ -290,10 +291,19 @@ def judged(draw: st.DrawFn) -> tuple[Any, Any, list[dict[int, int]], Any, int]:
     answers, excluded = [], []
     for _ in range(queries):
         places = random.permutation(rows)[: random.integers(1, rows)].tolist()
+        places += [-2, -3][: random.integers(3)]  # not in the pool, never found
         answers.append({place: int(random.integers(1, 4)) for place in places})
         others = [-1, *set(range(rows)).difference(places)]
         excluded.append(others[random.integers(len(others))])
     return query, pool, answers, np.array(excluded), draw(st.integers(1, 35))
+
+
+def has_ties(scores: Any, grades: dict[int, int], excluded: int) -> bool:
+    return any(
+        np.count_nonzero(np.delete(scores, [excluded][: int(excluded >= 0)]) == scores[place]) > 1
+        for place in grades
+        if place >= 0
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -303,10 +313,12 @@ def test_graded_metrics_are_their_definitions(
 ) -> None:
     query, pool, answers, excluded, tile = case
     without = excluded if excludes else None
+    without_or_none = excluded if excludes else [-1] * len(query)
     found = retrieval_metrics(
         query, pool, Judgements.of(answers), ks=KS, tile=tile, excluded=without
     )
     assert (found.pop("queries"), found.pop("pool_size")) == (len(query), len(pool))
+    assert found.pop("tied") == sum(map(has_ties, query @ pool.T, answers, without_or_none))
     assert found == pytest.approx(expected(query, pool, answers, without), abs=1e-12)
 
 
@@ -357,6 +369,8 @@ def test_the_metrics_are_those_of_trec_eval() -> None:
         ranks = (random.geometric(0.05, size=random.integers(1, 30)) - 1) % len(pool)
         places = order[np.unique(ranks)]
         answers.append({int(place): int(random.integers(1, 5)) for place in places})
+        if number % 3 == 0:
+            answers[-1] |= {-2: 4, -5: 1}  # not in the pool
     theirs = trec_eval(answers, query @ pool.T)
     found = retrieval_metrics(query, pool, Judgements.of(answers), ks=CUTS)
     for name, measure in NAMES.items():

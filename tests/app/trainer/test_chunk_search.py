@@ -105,7 +105,7 @@ def test_without_estimates_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_peaks_of_steps
-@pytest.mark.parametrize("policy", ["all", "budget"])
+@pytest.mark.parametrize("policy", [pytest.param("all", marks=pytest.mark.matrix), "budget"])
 def test_chunks_are_found_by_estimates_and_verified_by_a_step(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +229,9 @@ def test_a_step_that_does_not_fit(
 
 
 @needs_peaks_of_steps
-@pytest.mark.parametrize("chunks", [{}, {"contrastive__chunk_tokens": 120}])
+@pytest.mark.parametrize(
+    "chunks", [pytest.param({}, marks=pytest.mark.matrix), {"contrastive__chunk_tokens": 120}]
+)
 def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_path: Path) -> None:
     """Long texts, and so many pairs that the batches read ahead are noticed."""
     random = np.random.default_rng(0)

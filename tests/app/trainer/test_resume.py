@@ -264,3 +264,23 @@ def test_ranks_with_other_files_or_tokenizers_are_named(finished: Path) -> None:
         assert str(vocabulary) in told
     vocabulary.write_bytes(sound)
     assert run_ranks(start_on_ranks, 2, **there) == ["", ""]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize(("size", "steps"), [(16, 3 + 2 + 3), (4, 3 + 8 + 14), (8, 14)])
+def test_another_batch_counts_pairs_and_not_old_steps(
+    size: int, steps: int, is_old: bool, finished: Path
+) -> None:
+    """Of 56 pairs, 24 are trained on in batches of 8; two epochs train on all of them twice."""
+    shutil.rmtree(finished / "run")
+    usual = {"train__num_epochs": 2, "train__eval_before": False}
+    Trainer(tiny(finished, **usual, train__max_steps=3)).run()
+    if is_old:  # without the place in the pairs
+        checkpoint = find_checkpoint(finished / "run" / "checkpoint").folder
+        state = json.loads((checkpoint / "state.json").read_text())
+        assert state.pop("position") == {"epoch": 0, "taken": [[8, 3]]}
+        (checkpoint / "state.json").write_text(json.dumps(state))
+        write_manifest(checkpoint)
+    changes = {"train__max_steps": None, "train__resume": True, "contrastive__global_batch": size}
+    record = Trainer(tiny(finished, **usual, **changes)).run()
+    assert record["steps"] == steps
