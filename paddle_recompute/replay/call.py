@@ -59,11 +59,12 @@ class Call:
         preserve_rng_state: Whether `repeat` draws the random numbers that `first` drew.
         check: Whether `repeat` must return what `first` returned (count, shape, dtype).
         compare_values: Whether the saved values of both runs will be compared.
+        context_fn: Returns the context managers of `first` and `repeat`; None: there are none.
     """
 
     __slots__ = (
         "_amp", "_context", "_draws", "_layers", "_name", "_parameters", "_reach", "_returned",
-        "check", "compare_values", "function", "preserve_rng_state",
+        "_second", "check", "compare_values", "context_fn", "function", "preserve_rng_state",
     )  # fmt: skip
 
     _draws: Draws | None
@@ -84,6 +85,8 @@ class Call:
         self.preserve_rng_state = preserve_rng_state
         self.check = check
         self.compare_values = compare_values
+        self.context_fn: Any = None
+        self._second: Any = None  # what `context_fn` has returned for `repeat`
 
     @property
     def name(self) -> str:
@@ -131,7 +134,7 @@ class Call:
             draws = self._draws = Draws(of_the_host=of_the_host, may_seed=reach.may_seed)
         begin_reporting(self._layers.known, self._add_called)
         try:
-            outputs = self.function(*args, **kwargs)
+            outputs = self.run(args, kwargs)
         finally:
             end_reporting()
             if draws is not None:
@@ -148,6 +151,17 @@ class Call:
                 )
         self._returned = _outline(outputs) if self.check else []
         return outputs
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, again: bool = False) -> Any:
+        """The function's own call, in its context."""
+        if self.context_fn is None:
+            return self.function(*args, **kwargs)
+        context, self._second = self._second, None
+        if context is None or not again:
+            first, second = self.context_fn()
+            context, self._second = (second, None) if again else (first, second)
+        with context:
+            return self.function(*args, **kwargs)
 
     def _add_called(self, layer: paddle.nn.Layer) -> None:
         """Watch `layer`, which the first forward calls and the search did not find."""
@@ -216,7 +230,7 @@ class Call:
         try:
             context = self._context
             context = contextvars.Context() if context is None else context.copy()
-            return context.run(self.function, *args, **kwargs)
+            return context.run(self.run, args, kwargs, again=True)
         except BaseException as error:
             if _is_of_the_repetition(error):
                 raise RecomputeError(
