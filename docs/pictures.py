@@ -69,6 +69,19 @@ CHINESE = {
     "16 P": "16 P",
     "8 P + 8 P / n": "8 P + 8 P / n",
     "16 P / n": "16 P / n",
+    "norm": "归一化",
+    "q k v": "q k v",
+    "attention": "注意力",
+    "dropout": "dropout",
+    "linear1": "linear1",
+    "gelu": "gelu",
+    "linear2": "linear2",
+    "plain call": "普通调用",
+    "recompute": "重计算",
+    "recompute with keep": "重计算加 keep",
+    "keep": "keep",
+    "waits for the backward": "留到反向",
+    "runs again in the backward": "在反向中再次运行",
 }
 
 
@@ -345,12 +358,49 @@ def who_holds_what(language: str) -> Picture:
     return picture
 
 
+OPERATORS = ("norm", "q k v", "attention", "dropout", "linear1", "gelu", "linear2")
+
+
+def what_is_kept(language: str) -> Picture:
+    """What of a block waits for the backward, and what runs again: plain, recompute, keep."""
+    picture = Picture(780, 330, language)
+    left, width, step = 190, 66, 80
+    kept = {"attention", "linear2"}
+    rows: tuple[tuple[str, set[str], set[str]], ...] = (
+        ("plain call", set(OPERATORS), set()),
+        ("recompute", set(), set(OPERATORS)),
+        ("recompute with keep", {"attention"}, set(OPERATORS) - kept),
+    )
+    for column, name in enumerate(OPERATORS):
+        fill = GREEN if name in kept else GREY
+        picture.labelled(left + column * step, 60, width, 26, fill, name)
+        picture.line(left + column * step - 14, 73, left + column * step - 1, 73, arrow=True)
+    for number, (title, waits, again) in enumerate(rows):
+        y = 112 + 72 * number
+        picture.text(16, y + 20, title, bold=True)
+        picture.box(left - 28, y, 14, 30, BLUE, "#1976d2")
+        for column, name in enumerate(OPERATORS):
+            x = left + column * step
+            if name in waits:
+                picture.box(x + width - 12, y, 14, 30, BLUE, "#1976d2")
+            if name in again:
+                picture.box(x, y + 38, width, 7, "#e65100", corner=0)
+    picture.text(left + 2 * step + width / 2, 50, "keep", "middle", bold=True)
+    picture.text(left + 6 * step + width / 2, 50, "keep", "middle", bold=True)
+    legend = ((BLUE, "waits for the backward"), ("#e65100", "runs again in the backward"))
+    for number, (colour, words) in enumerate(legend):
+        picture.box(16 + 200 * number, 16, 12, 12 if not number else 7, colour, corner=0)
+        picture.text(36 + 200 * number, 27, words)
+    return picture
+
+
 PICTURES: tuple[Callable[[str], Picture], ...] = (
     recompute_memory,
     grad_cache_phases,
     global_batch,
     overlapped_sends,
     who_holds_what,
+    what_is_kept,
 )
 
 

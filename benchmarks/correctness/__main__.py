@@ -38,7 +38,7 @@ from tests.recompute.contract import CASES, Case, Run, differences, is_rounding,
 SECTIONS = (
     "inputs", "outputs", "randomness", "side_effects", "large_buffers", "nesting", "engine",
     "determinism_check", "reach", "flags", "writes", "views", "exceptions", "lifetime", "chains",
-    "called_layers",
+    "called_layers", "keep", "forms",
 )  # fmt: skip
 TABLE = Path(__file__).parents[2] / "docs" / "recompute_cases.md"
 NUM_PROCESSES = 2

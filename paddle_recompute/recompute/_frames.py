@@ -314,7 +314,7 @@ def run_inside_a_repetition(
     keep((args, kwargs), storage, _pack_of(innermost()))
     begin_recording(_DiscardAll())
     try:
-        return call.function(*args, **kwargs)
+        return call.run(args, kwargs)
     finally:
         end_recording()
 

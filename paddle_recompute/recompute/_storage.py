@@ -175,7 +175,7 @@ class _DiskSlot:
         self.cancel_prefetch()
         host = tensor if device.is_on_host(tensor) else device.to_host(tensor.detach())
         if not host.is_contiguous():
-            host = host.contiguous()
+            host = over_same_memory(host).contiguous()  # in place (2.6, 3.x)
         self._shape, self._dtype, self._place = list(host.shape), host.dtype, tensor.place
         data = _bytes_of(host)
         if len(data) > self._capacity:

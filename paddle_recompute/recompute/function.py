@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from paddle_recompute._paddle.backward import watch_backward
 from paddle_recompute._paddle.fleet_recompute import fleet_recompute, options_of
 from paddle_recompute._paddle.translation import never_translate, set_translator
 from paddle_recompute._paddle.version import is_dygraph
-from paddle_recompute.errors import ConfigError
+from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.recompute import _plainly
 from paddle_recompute.recompute._frames import (
     Frame,
@@ -31,6 +32,8 @@ from paddle_recompute.replay import Call, watch_writes
 DeterminismCheck = Literal["default", "values", "none"]
 Offload = Literal["none", "host", "disk"]
 
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
 DETERMINISM_CHECKS = ("default", "values", "none")
 _logger = logging.getLogger("paddle_recompute")
 
@@ -42,6 +45,7 @@ class RecomputeOptions:
     preserve_rng_state: bool = True
     determinism_check: DeterminismCheck = "default"
     offload: Offload | None = None
+    context_fn: ContextFn | None = None
 
     def __post_init__(self) -> None:
         """Raise if a value is not allowed."""
@@ -57,11 +61,12 @@ class RecomputeOptions:
 
 
 _DEFAULT = RecomputeOptions()
+_DEFAULTS = (True, "default", None, None)
 
 
 @paddle.jit.not_to_static
 def recompute(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     preserve_rng_state: bool = True,
     preserve_external_rng_state: bool = True,
@@ -69,6 +74,7 @@ def recompute(
     determinism_check: DeterminismCheck = "default",
     offload: Offload | None = None,
     offload_indices: Sequence[int] = (),
+    context_fn: ContextFn | None = None,
     **kwargs: Any,
 ) -> Any:
     """Call ``function(*args, **kwargs)``; keep its inputs for the backward, not its activations.
@@ -111,7 +117,8 @@ def recompute(
 
     Args:
         function: A Layer or any callable. It must do the same thing when it is called again: see
-            "The same thing twice".
+            "The same thing twice". None: a decorator is returned, whose functions are recomputed
+            with these options: ``@recompute()``, ``recompute(preserve_rng_state=True)(function)``.
         *args: Arguments of `function`: tensors of any dtype, also nested in tuples, lists, dicts
             and dataclasses, and other values. Tensors must not be changed in place before the
             backward.
@@ -120,8 +127,7 @@ def recompute(
         preserve_external_rng_state: Accepted as in Paddle's development branch; it has no effect.
             The streams of NumPy and Python are read only where `function` may draw from them.
         use_reentrant: Accepted for compatibility with Paddle; it has no effect. True is logged
-            once. If saved-tensor hooks of other code are in force, `function` is called without
-            recompute, with a warning.
+            once.
         determinism_check: ``"default"`` compares number, shape and dtype of the tensors that both
             forwards save and return. ``"values"`` also compares the values bit by bit (slow: every
             saved tensor is copied to the host). ``"none"`` compares only what the backward needs.
@@ -129,6 +135,9 @@ def recompute(
             a CPU it has no effect and warns once), ``"disk"`` (a temporary file, which the system
             removes even after a crash), or None (the device).
         offload_indices: Positions in `args` of tensors to keep on the host, as in Paddle 3.x.
+        context_fn: Returns two context managers: `function` runs inside of the first one in its
+            first forward and of the second one in its second. It is called for each first forward,
+            and again for each second one after the first of these (``retain_graph=True``).
         **kwargs: Keyword arguments of `function`.
 
     Returns:
@@ -137,8 +146,8 @@ def recompute(
     Raises:
         ConfigError: An option has a value that is not allowed; or a keyword is an option of this
             Paddle's recompute that is not one of ours, and `function` has no parameter of its name.
-        RecomputeError: `function` changes an argument in place; or, raised by the backward, its
-            second forward differs from the first.
+        RecomputeError: `function` changes an argument in place; saved-tensor hooks of other code
+            are in force; or, raised by the backward, its second forward differs from the first.
         StaticGraphError: The call is inside a branch or loop body of a Program.
 
     Examples:
@@ -155,15 +164,32 @@ def recompute(
     """
     if use_reentrant:
         log_reentrant()
-    if kwargs:
+    if function is not None and kwargs:
         refuse_unknown_options(function, kwargs)
-    options = _DEFAULT
-    if not (preserve_rng_state is True and determinism_check == "default" and offload is None):
-        options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
+    options, given = _DEFAULT, (preserve_rng_state, determinism_check, offload, context_fn)
+    if given != _DEFAULTS:
+        options = RecomputeOptions(*given)
+    if function is None:
+        if args or kwargs or offload_indices:
+            raise ConfigError(
+                "recompute() without a function returns a decorator and takes its options alone: "
+                "preserve_rng_state, determinism_check, offload, context_fn"
+            )
+        return functools.partial(_decorated, options)
     storage = None
     if offload_indices:
         storage = SomeOnHost(t for index in offload_indices for t in tensors_in(args[index]))
     return run_recomputed(function, args, kwargs, options, storage=storage)
+
+
+def _decorated(options: RecomputeOptions, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose every call is recomputed."""
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run_recomputed(function, args, kwargs, options)
+
+    return call
 
 
 _OF_FLEET = frozenset(
@@ -226,6 +252,8 @@ def run_recomputed(
     if _plainly.num_running:
         return function(*args, **kwargs)
     if not is_dygraph():
+        if options.context_fn is not None:
+            raise ConfigError("recompute: context_fn works in dygraph only; remove it")
         return run_marked(
             function,
             args,
@@ -239,10 +267,11 @@ def run_recomputed(
     storage = storage or OFFLOADS[options.offload]
     check = options.determinism_check
     call = Call(function, name, options.preserve_rng_state, check != "none", check == "values")
+    call.context_fn = options.context_fn
     translator = set_translator(None)
     try:
         if not paddle.is_grad_enabled():
-            return function(*args, **kwargs)
+            return call.run(args, kwargs)
         if is_inside_a_repetition():
             return run_inside_a_repetition(call, storage, args, kwargs)
         if mark.segment:
@@ -254,13 +283,11 @@ def run_recomputed(
             )
         return Frame(call).record(storage, args, kwargs)
     except HooksAreTaken:
-        # Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
-        _logger.warning(
-            "recompute(%s): other saved_tensors_hooks are in force; the function is called without "
-            "recompute",
-            call.name,
-        )
-        return function(*args, **kwargs)
+        raise RecomputeError(
+            f"recompute({call.name}): other saved_tensors_hooks are in force, and Paddle allows "
+            "one pair at a time, which recompute needs. Call it outside of them; if they are those "
+            "of fleet's recompute (use_reentrant=False), call paddle_recompute.patch_fleet() first"
+        ) from None
     finally:
         set_translator(translator)
 

@@ -19,9 +19,9 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._nested import describe
+from paddle_recompute._paddle.layers import is_initialized
 from paddle_recompute._paddle.saved_tensors import (
     Look,
-    dtype_of,
     look_of,
     version_of,
     with_layout,
@@ -114,7 +114,7 @@ def keeping(method: str) -> type[WrappedLayer]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return keep(getattr(super(wrapping, self), method), *args, **kwargs)
 
-    members = {method: call, "__module__": __name__}
+    members = {method: call, "__module__": __name__, "_added": ()}
     wrapping: type[WrappedLayer] = type(f"Keeping_{method}", (WrappedLayer,), members)
     return wrapping
 
@@ -130,22 +130,26 @@ class _Part:
 
     Attributes:
         name: Of its function, in errors.
-        given: The dtypes and shapes of the tensors among its arguments.
+        called: How it was called: its function, and the tensors among its arguments.
         ties: Of each of its tickets: which of these has the tensor in its memory, their looks.
         outputs: A `_Tied` or `_inputs.Input` for each tensor; None: they are not needed.
         state: Of the Layers that it calls, as it leaves them.
         has_returned: Whether its first forward did; if it raised, it runs again.
     """
 
-    __slots__ = ("given", "has_returned", "name", "outputs", "state", "ties")
+    __slots__ = ("called", "has_returned", "name", "outputs", "state", "ties")
 
     def __init__(self, function: Callable[..., Any], given: list[paddle.Tensor]) -> None:
         self.name = f"keep({name_of(function)})"
-        self.given = [*map(_kind_of, given)]
+        self.called = _described(function, given)
         self.ties: list[tuple[int, Look, Look]] = []
         self.outputs: Any = None
         self.state = StateAfter()
         self.has_returned = False
+
+
+def _described(function: Callable[..., Any], given: list[paddle.Tensor]) -> str:
+    return f"keep({name_of(function)}) of {', '.join(map(describe, given))}"
 
 
 def _first(
@@ -187,13 +191,11 @@ def _again(
 ) -> Any:
     """The outputs of a part, in a second forward; `recorder` gets what its tickets stand for."""
     given = [*_nested.tensors_in((args, kwargs))]
-    name, kinds = f"keep({name_of(function)})", [*map(_kind_of, given)]
-    kept = next(repetition.kept, None)
-    if kept is None or (kept.part.name, kept.part.given) != (name, kinds):
+    kept, called = next(repetition.kept, None), _described(function, given)
+    if kept is None or kept.part.called != called:
         raise RecomputeError(
-            f"The second forward calls {name} with {_shown(kinds)}, where its first forward called "
-            f"{'no keep' if kept is None else f'{kept.part.name} with {_shown(kept.part.given)}'}. "
-            f"{REPETITION_ADVICE}"
+            f"The second forward calls {called}, where its first forward called "
+            f"{'no keep' if kept is None else kept.part.called}. {REPETITION_ADVICE}"
         )
     part: _Part = kept.part
     if not part.has_returned:
@@ -207,8 +209,7 @@ def _again(
     if kept is repetition.end:
         repetition.has_ended = True
         raise EndOfForward
-    repetition.call.go_on_from(kept.streams)
-    part.state.write()
+    repetition.call.go_on_from(kept.streams, part.state)
 
     def fetch(leaf: Any) -> Any:
         if type(leaf) is not _Tied:
@@ -285,7 +286,7 @@ class _Keeping:
         once = _Once(storage)
         for reference in self._kept if not isinstance(storage, OnDevice) else ():
             if (kept := reference()) is not None:
-                kept.send(once, part.state.parameters())
+                kept.send(once)
         what = f"An output of {part.name}"
         return _inputs.keep(_nested.map_leaves(tied, outputs), once, None, what)
 
@@ -307,17 +308,18 @@ class _Once:
 class _Waiting(Kept):
     """What a part keeps: on the device, or where the inputs of its function wait."""
 
-    __slots__ = ("_away", "_stop_gradient")
+    __slots__ = ("_away", "_stays", "_stop_gradient")
 
     def __init__(self, tensor: paddle.Tensor) -> None:
         super().__init__(tensor)
         self._away: Any = None
+        self._stays = tensor.is_leaf and not tensor.stop_gradient  # a parameter, mostly
 
-    def send(self, storage: InputStorage, parameters: set[int | None]) -> None:
-        """Wait in `storage`; a tensor at an address of `parameters` stays."""
+    def send(self, storage: InputStorage) -> None:
+        """Wait in `storage`."""
         tensor = self.tensor
         assert tensor is not None
-        if version_of(tensor) != self.version or address_of(tensor) in {None, *parameters}:
+        if self._stays or version_of(tensor) != self.version or not is_initialized(tensor):
             return
         kept = storage.keep(tensor)
         if not _nested.is_tensor(kept):
@@ -336,14 +338,6 @@ class _Waiting(Kept):
 
 
 # ------------------------------------------------------------------------------- looks and memory
-
-
-def _kind_of(tensor: paddle.Tensor) -> tuple[Any, list[int]]:
-    return dtype_of(tensor), tensor.shape
-
-
-def _shown(kinds: list[tuple[Any, list[int]]]) -> str:
-    return f"tensors of the shapes {[[*shape] for _, shape in kinds]}"
 
 
 def _memory_of(tensor: paddle.Tensor) -> int | None:

@@ -21,7 +21,7 @@ from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
 from paddle_recompute.replay.flags import flag_of, put_back_flags
-from paddle_recompute.replay.layer_state import LayerState
+from paddle_recompute.replay.layer_state import LayerState, StateAfter
 from paddle_recompute.replay.random_streams import Draws, RngState
 from paddle_recompute.replay.reach import Reach
 from paddle_recompute.replay.snapshot import Undo
@@ -59,11 +59,12 @@ class Call:
         preserve_rng_state: Whether `repeat` draws the random numbers that `first` drew.
         check: Whether `repeat` must return what `first` returned (count, shape, dtype).
         compare_values: Whether the saved values of both runs will be compared.
+        context_fn: Returns the context managers of `first` and `repeat`; None: there are none.
     """
 
     __slots__ = (
         "_amp", "_context", "_draws", "_layers", "_name", "_parameters", "_reach", "_returned",
-        "check", "compare_values", "function", "preserve_rng_state",
+        "_second", "check", "compare_values", "context_fn", "function", "preserve_rng_state",
     )  # fmt: skip
 
     _draws: Draws | None
@@ -84,6 +85,8 @@ class Call:
         self.preserve_rng_state = preserve_rng_state
         self.check = check
         self.compare_values = compare_values
+        self.context_fn: Any = None
+        self._second: Any = None  # what `context_fn` has returned for `repeat`
 
     @property
     def name(self) -> str:
@@ -131,7 +134,7 @@ class Call:
             draws = self._draws = Draws(of_the_host=of_the_host, may_seed=reach.may_seed)
         begin_reporting(self._layers.known, self._add_called)
         try:
-            outputs = self.function(*args, **kwargs)
+            outputs = self.run(args, kwargs)
         finally:
             end_reporting()
             if draws is not None:
@@ -149,6 +152,17 @@ class Call:
         self._returned = _outline(outputs) if self.check else []
         return outputs
 
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, again: bool = False) -> Any:
+        """The function's own call, in its context."""
+        if self.context_fn is None:
+            return self.function(*args, **kwargs)
+        context, self._second = self._second, None
+        if context is None or not again:
+            first, second = self.context_fn()
+            context, self._second = (second, None) if again else (first, second)
+        with context:
+            return self.function(*args, **kwargs)
+
     def _add_called(self, layer: paddle.nn.Layer) -> None:
         """Watch `layer`, which the first forward calls and the search did not find."""
         if self._draws is not None:
@@ -160,8 +174,11 @@ class Call:
         """In `first`: the random streams now, for `go_on_from`; None: `repeat` leaves them."""
         return None if self._draws is None else self._draws.now()
 
-    def go_on_from(self, streams: RngState | None) -> None:
-        """In `repeat`: draw from here on what `first` drew behind `streams`."""
+    def go_on_from(self, streams: RngState | None, state: StateAfter) -> None:
+        """In `repeat`, behind a part that it does not run: what `first` drew behind `streams` is
+        drawn next, and Layers have the `state` of then.
+        """
+        state.write(self._layers.known)
         if self._draws is not None and streams is not None:
             self._draws.go_on_from(streams)
 
@@ -213,7 +230,7 @@ class Call:
         try:
             context = self._context
             context = contextvars.Context() if context is None else context.copy()
-            return context.run(self.function, *args, **kwargs)
+            return context.run(self.run, args, kwargs, again=True)
         except BaseException as error:
             if _is_of_the_repetition(error):
                 raise RecomputeError(
@@ -270,8 +287,9 @@ def name_of(function: Callable[..., Any]) -> str:
     if isinstance(function, paddle.nn.Layer):
         path = getattr(function, "_recompute_name", "") or function.full_name()
         kind = type(function)
-        bare = kind._bare_class() if hasattr(kind, "_bare_class") else kind
-        return f"{bare.__name__} '{path}'"
+        while hasattr(kind, "_bare_class"):
+            kind = kind._bare_class()
+        return f"{kind.__name__} '{path}'"
     return f"function '{getattr(function, '__qualname__', type(function).__name__)}'"
 
 

@@ -31,7 +31,6 @@ from paddle_recompute._paddle.layers import (
     own_parameters,
     set_own_parameters,
 )
-from paddle_recompute._paddle.writes import address_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
@@ -62,7 +61,7 @@ class _Buffer:
         """Drop the copy if it is large and the Layer's tensor (`now`) is unchanged."""
         copy = self._copy
         assert copy is not None
-        if _num_bytes(copy) <= SMALL_BYTES:
+        if _is_small(copy):
             return
         if self.is_unchanged(now):
             self._copy = None
@@ -329,8 +328,8 @@ class StateAfter:
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, tuple[paddle.nn.Layer, dict[str, Any], dict[str, Any]]] = {}
-        self._after: list[tuple[dict[str, Any], dict[str, Any], str, Any]] = []
+        self._before: dict[int, tuple[paddle.nn.Layer, dict[str, Any]]] = {}
+        self._after: list[tuple[paddle.nn.Layer, dict[str, Any], str, Any, bool]] = []
 
     def begin(self, owner: object) -> None:
         """The part, a method of `owner` maybe, begins; `end` must follow."""
@@ -339,40 +338,40 @@ class StateAfter:
         begin_reporting(self._before, self._note)
 
     def _note(self, layer: paddle.nn.Layer) -> None:
-        large = {
-            name: (tensors[name], _writes.stamp(tensors[name]))
-            for tensors, names in non_trained_state(layer)
-            for name in names
-            if is_initialized(tensors[name]) and _num_bytes(tensors[name]) > SMALL_BYTES
-        }
-        self._before[id(layer)] = layer, dict(vars(layer)), large
+        before: dict[str, Any] = {name: (value, None) for name, value in vars(layer).items()}
+        for tensors, names in non_trained_state(layer):
+            for name in names:
+                is_there = is_initialized(tensors[name])
+                before[name] = tensors[name], _writes.stamp(tensors[name]) if is_there else None
+        self._before[id(layer)] = layer, before
 
     def end(self) -> None:
         """The part has ended. Large buffers are copied only if they have changed."""
         end_reporting()
-        for layer, before, large in self._before.values():
-            attributes = vars(layer)
-            for entries, names in (*non_trained_state(layer), (attributes, [*attributes])):
+        for layer, before in self._before.values():
+            for entries, names in (*non_trained_state(layer), (vars(layer), [*vars(layer)])):
                 for name in names:
-                    value, (was, stamp) = entries[name], large.get(name, (before.get(name), None))
-                    if value is was and (stamp is None or not _writes.is_written_since(was, stamp)):
+                    value, (was, stamp) = entries[name], before.get(name, (None, None))
+                    is_written = value is was
+                    if is_written and (stamp is None or _is_large_and_unwritten(value, stamp)):
                         continue
                     if any(map(is_initialized, _nested.tensors_in(value))):
                         copy = _nested.map_tensors(_copy, value)
-                        self._after.append((attributes, entries, name, copy))
+                        self._after.append((layer, entries, name, copy, is_written))
         self._before = {}
 
-    def write(self) -> None:
-        """In the second forward, behind the part that it does not run."""
-        for attributes, entries, name, value in self._after:
-            attributes.pop(name, None)  # a None there hides a buffer
-            entries[name] = _nested.map_tensors(_copy, value)
-
-    def parameters(self) -> set[int | None]:
-        """The addresses of the parameters of the Layers."""
-        layers = [layer for layer, _, _ in self._before.values()]
-        values = _flat(own_parameters(layer).values() for layer in layers)
-        return {address_of(one) for one in values if one is not None}
+    def write(self, known: dict[int, paddle.nn.Layer]) -> None:
+        """In the second forward, behind the part that it does not run; into the Layers `known`,
+        whose state is put back afterwards.
+        """
+        for layer, entries, name, value, is_written in self._after:
+            if id(layer) not in known:
+                continue
+            if is_written:  # what was saved of it before has the new values, too
+                entries[name].copy_(value, False)
+            else:
+                vars(layer).pop(name, None)  # a None there hides a buffer
+                entries[name] = _nested.map_tensors(_copy, value)
 
 
 _flat = itertools.chain.from_iterable
@@ -436,8 +435,12 @@ class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
         return [(name, self[name]) for name in self]
 
 
-def _num_bytes(tensor: paddle.Tensor) -> int:
-    return int(math.prod(tensor.shape) * tensor.element_size())
+def _is_large_and_unwritten(tensor: paddle.Tensor, then: _writes.Stamp) -> bool:
+    return not (_is_small(tensor) or _writes.is_written_since(tensor, then))
+
+
+def _is_small(tensor: paddle.Tensor) -> bool:
+    return bool(math.prod(tensor.shape) * tensor.element_size() <= SMALL_BYTES)
 
 
 def _copy(tensor: paddle.Tensor) -> paddle.Tensor:

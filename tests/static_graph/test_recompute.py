@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from paddle_recompute._paddle import memory
-from paddle_recompute.recompute import recompute_wrapper
+from paddle_recompute.recompute import keep, recompute_wrapper
 from paddle_recompute.static_graph import mark_checkpoint, minimize
 from tests.ranks import run_ranks
 from tests.static_graph.models import (
@@ -436,3 +436,43 @@ def test_to_static_keeps_what_was_detached() -> None:
 
     right = losses(wraps=False, to_static=False)
     assert losses(wraps=True, to_static=True) == right
+
+
+class Kept(paddle.nn.Layer):
+    """Two linear layers, the second of which may be kept."""
+
+    def __init__(self, is_kept: bool) -> None:
+        super().__init__()
+        self.first, self.second = Linear(HIDDEN, HIDDEN), Linear(HIDDEN, HIDDEN)
+        self._is_kept = is_kept
+
+    def forward(self, x: Any) -> Any:
+        h = functional.gelu(self.first(x))
+        return (keep(self.second, h) if self._is_kept else self.second(h)).tanh()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_kept_part_is_not_copied(is_kept: bool) -> None:
+    def build() -> Any:
+        x = data()
+        for index in range(2):
+            x = mark_checkpoint(functional.dropout(Kept(is_kept)(x), 0.1), f"layers.{index}")
+        return linear(x).square().mean()
+
+    assert_recompute_changes_nothing(build)
+    assert copies(build)["matmul_v2" if IS_26 else "matmul"] == (2 if is_kept else 4)
+
+
+@needs_pir  # recompute in to_static
+def test_to_static_with_a_kept_part_has_the_bits_of_dygraph() -> None:
+    def trained(*, wraps: bool, to_static: bool) -> list[float]:
+        paddle.seed(3)
+        part = Kept(is_kept=wraps)
+        model = paddle.nn.Sequential(recompute_wrapper(part) if wraps else part)
+        call = paddle.jit.to_static(model, full_graph=True) if to_static else model
+        loss = call(paddle.ones([BATCH, HIDDEN])).square().mean()
+        loss.backward()
+        return [float(loss), *(float(p.grad.sum()) for p in model.parameters())]
+
+    right = trained(wraps=False, to_static=False)
+    assert trained(wraps=True, to_static=True) == right
