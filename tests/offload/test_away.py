@@ -98,6 +98,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "initializer": lambda p: paddle.nn.initializer.Constant(4.0)(p),
     "vector_to_parameters": lambda p: vector_to_parameters(paddle.full([WIDTH * WIDTH], 4.0), [p]),
     "set_value": lambda p: p.set_value(np.full(ONES, 4.0, "float32")),
+    "data": lambda p: setattr(p, "data", paddle.full(ONES, 4.0)),
 }
 """What gives it other values as a whole, which stay."""
 
@@ -151,6 +152,45 @@ def test_an_operator_gets_its_values_or_raises(weight: paddle.Tensor) -> None:
 def test_values_that_are_written_as_a_whole_stay(weight: paddle.Tensor, write: str) -> None:
     WRITES[write](weight)
     assert np.array_equal(weight.numpy(), np.full(ONES, 4.0))
+
+
+PENALTIES: dict[str, Callable[[paddle.Tensor, paddle.Tensor], Any]] = {
+    "with the loss": lambda loss, penalty: (loss + penalty).backward(),
+    "before the loss": lambda loss, penalty: (penalty.backward(), loss.backward()),
+    "after the loss": lambda loss, penalty: (loss.backward(), penalty.backward()),
+}
+
+
+@pytest.mark.parametrize("order", PENALTIES)
+def test_a_penalty_outside_of_resident_has_its_gradient_or_raises(order: str) -> None:
+    """Its graph has the parameter itself, which has no memory while its shard is away."""
+    for number, is_exact in ((3, order != "after the loss"), (0, False)):  # here, and away
+        sides, errors = pair(), []
+        for model in sides:
+            optimizer = optimizer_of(model, momentum)
+            loss = loss_of(model)
+            try:
+                weight = model[number].weight
+                PENALTIES[order](loss, (weight * weight.exp()).sum())
+                optimizer.step()
+            except (RuntimeError, NotImplementedError) as error:
+                errors.append(error)
+        assert bool(errors) != is_exact
+        if is_exact:
+            assert_same_bits(*map(values, sides))
+
+
+def test_what_is_written_stays_after_the_shard_has_left() -> None:
+    for number in (0, 3):
+        model = pair()[1]
+        with paddle.no_grad():
+            for write in WRITES.values():
+                model[number].weight.set_value(np.zeros(ONES, "float32"))
+                loss_of(model)
+                write(model[number].weight)
+                loss_of(model)
+                loss_of(model)
+                assert np.array_equal(model[number].weight.numpy(), np.full(ONES, 4.0))
 
 
 def in_a_thread(act: Callable[[], Any]) -> Any:
