@@ -1,7 +1,7 @@
 """The side of sentence-transformers in `real_encoder`; runs in .venv-torch, without this package.
 
-Arguments: the plan as JSON, the folder of the pairs, and ``where``, ``encode MODEL NAME`` or ``train
-MODEL NAME``. The last line of the output is JSON.
+Arguments: the plan as JSON, the folder of the pairs, and ``where``, ``encode MODEL NAME`` or
+``train MODEL NAME``. The last line of the output is JSON.
 """
 
 from __future__ import annotations

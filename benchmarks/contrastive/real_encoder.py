@@ -154,8 +154,8 @@ def main() -> None:
         f"- {', '.join(f'{name} {one}' for name, one in about['versions'].items())}; one thread",
         f"- {PAIRS:,} pairs, batch {BATCH}, {EPOCHS} epochs; {HELD_OUT:,} held-out queries, each "
         f"among {HELD_OUT:,} descriptions",
-        "- CPU time and peak (resident memory) are of the whole process: imports, tokens, training, "
-        "and with ours the evaluation and the checkpoints",
+        "- CPU time and peak (resident memory) are of the whole process: imports, tokens, "
+        "training, and with ours the evaluation and the checkpoints",
         f"- `evaluate` on the folder took {mine['to_first']:.0f} s, imports included",
         "",
         *table(("", "R@10", "nDCG@10", "CPU ms per pair", "peak, MiB"),

@@ -309,7 +309,7 @@ def test_run_and_its_checkpoints_are_the_same_model(
 
 def test_folder_without_a_model_is_told(run: Path, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CheckpointError, match="contains no trained model; .* Name the"):
+        with pytest.raises(CheckpointError, match=r"contains no trained model; .* Name the"):
             load_encoder(folder)
     shutil.copytree(run, tmp_path / "run")
     file = tmp_path / "run" / "checkpoint" / "step-3" / "state.json"
