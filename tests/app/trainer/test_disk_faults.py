@@ -87,6 +87,8 @@ def test_weights_with_nan_are_refused_by_name(
     name = sorted(weights)[3]
     weights[name] = np.full_like(weights[name], np.nan)
     save_file(weights, finished / "nan.safetensors")
+    (tokenizer,) = finished.glob("cache/**/tokenizer*.json")
     init = {"model__init_from": str(finished / "nan.safetensors"), "train__overwrite": True}
+    init["data__tokenizer"] = str(tokenizer)
     with pytest.raises(CheckpointError, match=rf"nan\.safetensors: {name} holds NaN"):
         Trainer(tiny(finished, **init)).run()
