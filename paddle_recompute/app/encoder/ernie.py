@@ -134,7 +134,7 @@ class ErnieEncoder(paddle.nn.Layer):
         # The first token has position 0, whatever padding is before it.
         padding_before = (keep.cumsum(axis=1) == 0).astype("int64").sum(axis=1, keepdim=True)
         place = paddle.ones_like(input_ids[:1]).astype("int64").cumsum(axis=1)
-        # Not by ``clip``: 2.6.2 cannot run an inference program with it behind a subtraction on CPUs.
+        # Not ``clip``: 2.6.2 on a CPU refuses an inference program with one behind a subtraction.
         positions = paddle.maximum(place - 1 - padding_before, paddle.zeros_like(place))
         hidden = self.embeddings(input_ids, token_type_ids, positions)
         added = ((1.0 - keep.astype(hidden.dtype)) * HIDDEN_SCORE).unsqueeze([1, 2])
