@@ -7,7 +7,7 @@ python examples/large_batch.py --pairs 8192 --chunk-tokens 2048 --steps 5
 Copy it and put in your own encoder and batches. It learns a made-up translation, letter by letter,
 from texts of 4 to 24 letters, and needs no data and no GPU. Whatever --pairs is, the activations
 in memory are those of --chunk-tokens tokens; the gradients are those of the whole batch, of all
-ranks, and travel while the last chunk is still in its backward.
+ranks, and are sent while the last chunk is still in its backward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Encoder(paddle.nn.Layer):
     def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
         is_letter = (ids != 0).astype("float32")
         hidden = self.letters(ids) + self.places(paddle.arange(ids.shape[1]))
-        mask = (is_letter - 1).unsqueeze([1, 2]) * 1e4  # nobody looks at padding
+        mask = (is_letter - 1).unsqueeze([1, 2]) * 1e4  # padding is masked
         hidden = self.blocks(hidden, mask) * is_letter.unsqueeze(-1)
         return hidden.sum(axis=1) / is_letter.sum(axis=1, keepdim=True)
 

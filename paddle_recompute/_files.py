@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and JSON of strangers read within limits."""
+"""Files: written whole or not at all, and JSON of untrusted sources read within limits."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def written_whole(path: Path, *, alone: bool = False) -> Iterator[Path]:
 
     Args:
         path: The file.
-        alone: Nobody else writes it at the same time. Then a kill leaves at most one more file,
-            which the next writer takes over; else it leaves a folder of a new name.
+        alone: No other process writes it at the same time. Then a kill leaves at most one more
+            file, which the next writer takes over; else it leaves a folder of a new name.
 
     Raises:
         OSError: It cannot be written; `path` is as before.

@@ -25,7 +25,7 @@ def map_tensors(function: Callable[[paddle.Tensor], Any], value: Any) -> Any:
     """`value` with every tensor replaced by ``function(tensor)``.
 
     Containers are always new objects of their own type (also subclasses and named tuples), so the
-    result does not change when somebody appends to the original; what is neither a container nor
+    result does not change when the original is appended to; what is neither a container nor
     a tensor is passed on as it is.
     """
     return map_leaves(lambda leaf: function(leaf) if is_tensor(leaf) else leaf, value)

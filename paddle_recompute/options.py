@@ -54,7 +54,7 @@ def apart(condition: str, *others: str, because: str = "") -> tuple[Rule, ...]:
 
     Args:
         condition: ``"policy=budget"``; or ``"policy"``, any value but the default. Several that
-            hold together are joined by ``" & "``; the first is the one that is told.
+            hold together are joined by ``" & "``; the first is the one that is reported.
         *others: Conditions; their option is to blame.
         because: The reason, and behind a semicolon what to do; else one is to be removed.
     """

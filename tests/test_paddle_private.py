@@ -150,9 +150,9 @@ def test_memory_is_shared_with_strides_and_offset_by_another_tensor(view: str) -
     if saved_tensors.ENGINE_TAKES_MEMORY:
         assert saved_tensors.memory_for_engine(x).data_ptr() == x.data_ptr()
     assert shared.numpy().tobytes() == x.numpy().tobytes()
-    look = saved_tensors.look_of(x)
-    assert saved_tensors.look_of(shared) == look
-    assert saved_tensors.each_look(saved_tensors.looks_of([x, shared])) == [look, look]
+    look = saved_tensors.metadata_of(x)
+    assert saved_tensors.metadata_of(shared) == look
+    assert saved_tensors.each_metadata(saved_tensors.metadata_lists_of([x, shared])) == [look, look]
 
 
 def test_what_has_no_memory_is_shared_without() -> None:
@@ -183,20 +183,20 @@ def test_references_of_26_to_what_is_packed() -> None:
     The graph holds the unpack hook, and lets it go.
     """
 
-    class Ticket:
+    class Handle:
         def __init__(self, tensor: paddle.Tensor) -> None:
             self.tensor = tensor.detach()
 
-    tickets: list[weakref.ref[Ticket]] = []
+    handles: list[weakref.ref[Handle]] = []
 
-    def pack(tensor: paddle.Tensor) -> Ticket:
-        ticket = Ticket(tensor)
-        tickets.append(weakref.ref(ticket))
-        return ticket
+    def pack(tensor: paddle.Tensor) -> Handle:
+        handle = Handle(tensor)
+        handles.append(weakref.ref(handle))
+        return handle
 
     def references() -> list[int]:
         own = 2  # the name `one`, and the argument of getrefcount
-        found = [ticket() for ticket in tickets]
+        found = [handle() for handle in handles]
         found.reverse()
         counts = []
         while found:

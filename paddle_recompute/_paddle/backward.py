@@ -24,10 +24,10 @@ class Backward:
         retain_graph: What the caller asked for.
         partial: True under ``paddle.grad``, False under ``backward()``.
         creates_graph: Whether its result may be differentiated again.
-        error: The Python exception that a hook raised, for `watch_backward` to hand on.
+        error: The Python exception that a hook raised, which `watch_backward` raises in the caller.
         at_end: Called, each once, when the engine has ended.
         py_layer: The context of the last PyLayer that has asked for what it saved.
-        given: What it got, by ticket.
+        given: What it got, by handle.
     """
 
     retain_graph: bool
@@ -84,7 +84,7 @@ def backward_from(tensors: Sequence[paddle.Tensor], gradients: Sequence[paddle.T
     paddle.autograd.backward([*tensors], [*gradients])
 
 
-def hand_on(error: BaseException) -> None:
+def raise_in_caller(error: BaseException) -> None:
     """Let `error`, raised inside the engine, reach the engine's caller as itself."""
     backward = current_backward()
     if backward is not None and backward.error is None:

@@ -152,7 +152,7 @@ def store_publish(key: str, value: str) -> None:
     """Put `value` under `key` into the launch's TCP store, for `store_await` on other ranks.
 
     ``core.create_or_get_global_tcp_store`` (2.6, 3.x) is how Paddle itself reaches the store; there
-    is no public way. One operation takes 43 ms, so it is for what is told once.
+    is no public way. One operation takes 43 ms, so it is for values sent once.
     """
     store = core.create_or_get_global_tcp_store()
     with native_call():

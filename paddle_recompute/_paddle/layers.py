@@ -175,7 +175,7 @@ LayerCallback = Callable[[paddle.nn.Layer], None]
 
 
 class Watches(threading.local):
-    """Who is told of calls and constructions of Layers.
+    """Observers of the calls and constructions of Layers.
 
     Attributes:
         everywhere: Told of each call of a Layer, in all threads.

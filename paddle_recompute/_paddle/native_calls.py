@@ -28,7 +28,7 @@ _is_ending = False
 
 @contextlib.contextmanager
 def native_call() -> Iterator[None]:
-    """Inside, a daemon thread is in Paddle's C++; once the process ends, nobody comes in."""
+    """Inside, a daemon thread is in Paddle's C++; once the process ends, no thread enters."""
     global _num_inside
     with _changed:
         is_late = _is_ending

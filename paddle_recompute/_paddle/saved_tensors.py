@@ -90,13 +90,13 @@ def without_graph(tensor: paddle.Tensor) -> paddle.Tensor:
     return kept
 
 
-Look = tuple[Any, Any, int, list[int]]
+TensorMetadata = tuple[Any, Any, int, list[int]]
 """`dtype_of`, strides (in elements; None: contiguous) and offset in its memory (in bytes) of a
 tensor, and its shape."""
 
 
-def look_of(tensor: paddle.Tensor) -> Look:
-    """What a tensor looks like, and how it lies in its memory (``strides``, ``offset``; 2.6, 3.x).
+def metadata_of(tensor: paddle.Tensor) -> TensorMetadata:
+    """What a tensor lists like, and how it lies in its memory (``strides``, ``offset``; 2.6, 3.x).
 
     ``nn.LSTM`` in eval mode saves a tensor without memory, ``paddle.einsum`` an empty one: 3.3 and
     2.6 end the process where the strides of such a tensor are asked. Both are contiguous.
@@ -105,13 +105,13 @@ def look_of(tensor: paddle.Tensor) -> Look:
     return dtype_of(tensor), strides, tensor.offset, tensor.shape
 
 
-Looks = tuple[list[Any], list[Any], list[Any], list[Any]]
+MetadataLists = tuple[list[Any], list[Any], list[Any], list[Any]]
 """`Look` of many tensors, side by side, the sizes of all shapes in one list with a None behind each
 shape: few objects for the garbage collector."""
 
 
-def looks_of(tensors: list[Any]) -> Looks:
-    """`look_of` each of `tensors`, in C where that is possible."""
+def metadata_lists_of(tensors: list[Any]) -> MetadataLists:
+    """`metadata_of` each of `tensors`, in C where that is possible."""
     contiguous = zip(tensors, map(_is_contiguous, tensors), strict=True)
     sizes: list[Any] = []
     for shape in map(_shape_of, tensors):
@@ -125,9 +125,9 @@ def looks_of(tensors: list[Any]) -> Looks:
     )
 
 
-def each_look(looks: Looks) -> list[Look]:
+def each_metadata(lists: MetadataLists) -> list[TensorMetadata]:
     """Those that lie side by side."""
-    dtypes, strides, offsets, sizes = looks
+    dtypes, strides, offsets, sizes = lists
     shapes: list[list[int]] = [[]]
     for size in sizes:
         if size is None:
@@ -149,20 +149,20 @@ dtype_of: Callable[[paddle.Tensor], Any] = (
 and its number is taken (``VarType.value``). Can go with 2.6."""
 
 
-def dtype_in(look: Look) -> Any:
-    """The dtype of a tensor of this `look`."""
-    return look[0] if _DTYPES_ARE_SINGLE else paddle.dtype(look[0])
+def dtype_in(metadata: TensorMetadata) -> Any:
+    """The dtype of a tensor with this `metadata`."""
+    return metadata[0] if _DTYPES_ARE_SINGLE else paddle.dtype(metadata[0])
 
 
-def with_layout(tensor: paddle.Tensor, look: Look) -> paddle.Tensor:
-    """`tensor`, or a copy of it that lies in its memory as a tensor of this `look` does.
+def with_layout(tensor: paddle.Tensor, metadata: TensorMetadata) -> paddle.Tensor:
+    """`tensor`, or a copy of it that lies in its memory as a tensor with this `metadata` does.
 
     The engine (2.6, 3.x) takes the bare memory from what an unpack hook returns, and reads it with
     the strides and the offset of the tensor that the operator had saved. Can go when the engine
     takes the tensor itself.
     """
-    _, strides, offset, shape = look
-    if look_of(tensor)[1:3] == (strides, offset) or 0 in shape or not tensor._is_initialized():
+    _, strides, offset, shape = metadata
+    if metadata_of(tensor)[1:3] == (strides, offset) or 0 in shape or not tensor._is_initialized():
         return tensor
     if strides is None:
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -196,19 +196,19 @@ def before_saved_tensors_hooks(call: Callable[[], None]) -> None:
 
 PY_LAYER_ASKS = PyLayerContext.saved_tensor.__code__
 """The code that calls an unpack hook where a PyLayer asks for what it saved (2.6, 3.x), with its
-context as ``self``; else C++ of an operator does. Can go when a hook is told who asks."""
+context as ``self``; else C++ of an operator does. Can go when a hook learns which operator asks."""
 
 _PY_LAYER_SAVES = PyLayerContext.save_for_backward.__code__
 """The code that calls a pack hook where a PyLayer saves tensors (2.6, 3.x)."""
 
 PACK_LEAKS_A_REFERENCE = paddle_version() < (3, 0, 0)
-"""Paddle 2.6 adds a reference to a ticket, the result of a pack hook, each time that it copies what
-holds the ticket, and never drops it: once where an operator saves one tensor, up to four times
+"""Paddle 2.6 adds a reference to a handle, the result of a pack hook, each time that it copies what
+holds the handle, and never drops it: once where an operator saves one tensor, up to four times
 where it saves a list, and once in each ``paddle.grad``, which copies the graph."""
 
 
 class _PackReferences(threading.local):
-    """The tickets of a thread, and the references to them that Paddle 2.6 forgets.
+    """The handles of a thread, and the references to them that Paddle 2.6 forgets.
 
     Can go with 2.6.
     """
@@ -221,14 +221,14 @@ class _PackReferences(threading.local):
         self._enough = 0
         """How many `_in_graphs` there may be until those that are gone are left out."""
 
-    def note(self, ticket: Any, saver: CodeType) -> None:
-        """`ticket` is the result of a pack hook, which `saver` called."""
+    def note(self, handle: Any, saver: CodeType) -> None:
+        """`handle` is the result of a pack hook, which `saver` called."""
         if saver is not _PY_LAYER_SAVES:  # it has one holder, and no copies
-            self._issued.append(ticket)
+            self._issued.append(handle)
             self._savers.append(saver)
 
     def give_back(self, unpack: object = None) -> None:
-        """Drop the forgotten references to the tickets that were issued.
+        """Drop the forgotten references to the handles that were issued.
 
         To be called when the operators that saved them have returned. Of those in a graph,
         `is_for_engine` is set. One whose operator is gone already has no holder, but still the
@@ -240,17 +240,17 @@ class _PackReferences(threading.local):
         """
         alive = []
         savers = iter(self._savers)
-        own = 3  # the list, the name `ticket`, and the argument of getrefcount
-        for ticket in self._issued:
+        own = 3  # the list, the name `handle`, and the argument of getrefcount
+        for handle in self._issued:
             saver = next(savers)
-            num_holders = sys.getrefcount(ticket) - own
+            num_holders = sys.getrefcount(handle) - own
             if num_holders >= 2:
                 # One is a copy for sure; a traceback may be another, so no more are dropped.
-                _drop_reference(ticket)
-                ticket.is_for_engine = True
-                alive.append(weakref.ref(ticket))
+                _drop_reference(handle)
+                handle.is_for_engine = True
+                alive.append(weakref.ref(handle))
             elif num_holders and "_run_custom_op" not in saver.co_names:
-                _drop_reference(ticket)
+                _drop_reference(handle)
         self._issued.clear()
         self._savers.clear()
         if alive and unpack is not None:
@@ -261,33 +261,33 @@ class _PackReferences(threading.local):
             self._enough = 2 * len(self._in_graphs) + 30
 
     def around(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        """``paddle.grad``'s `engine`, without the references that it adds to tickets in graphs."""
+        """``paddle.grad``'s `engine`, without the references that it adds to handles in graphs."""
 
         @functools.wraps(engine)
         def run(*args: Any, **kwargs: Any) -> Any:
             found = [
-                (ticket, sys.getrefcount(ticket))
+                (handle, sys.getrefcount(handle))
                 for reference in self._in_graphs
-                if (ticket := reference()) is not None
+                if (handle := reference()) is not None
             ]
-            result = engine(*args, **kwargs)  # the traceback of an error would refer to tickets too
-            for ticket, before in found:
-                if sys.getrefcount(ticket) > before:
-                    _drop_reference(ticket)
+            result = engine(*args, **kwargs)  # the traceback of an error would refer to handles too
+            for handle, before in found:
+                if sys.getrefcount(handle) > before:
+                    _drop_reference(handle)
             return result
 
         return run
 
 
-def _is_in_graph(ticket: Any) -> bool:
-    return ticket is not None and ticket.is_for_engine
+def _is_in_graph(handle: Any) -> bool:
+    return handle is not None and handle.is_for_engine
 
 
-def _release(tickets: list[weakref.ref[Any]]) -> None:
-    for reference in tickets:
-        if (ticket := reference()) is not None:
-            ticket.is_for_engine = False
-            ticket.release()
+def _release(handles: list[weakref.ref[Any]]) -> None:
+    for reference in handles:
+        if (handle := reference()) is not None:
+            handle.is_for_engine = False
+            handle.release()
 
 
 pack_references = _PackReferences()

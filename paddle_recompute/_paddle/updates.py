@@ -204,7 +204,7 @@ def zero_if(condition: paddle.Tensor, tensors: Gradients) -> None:
 
 @functools.cache
 def _unmoved(place: str, dtype: Any) -> tuple[paddle.Tensor, ...]:
-    """Loss scale, good and bad steps in a row, which the operator leaves alone, as it is told."""
+    """Loss scale, good and bad steps in a row, which the operator is asked to leave."""
     return paddle.ones([1], dtype), paddle.zeros([1], "int32"), paddle.zeros([1], "int32")
 
 

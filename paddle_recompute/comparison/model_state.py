@@ -63,7 +63,7 @@ class ModelState:
                     if is_initialized(holder[key]):
                         self._buffers[_joined(name, str(key))] = holder[key], holder, key
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Let everything be as it was captured, the values of tensors apart."""
         for _, layer, attributes in self._layers:
             now = vars(layer)
@@ -96,9 +96,9 @@ class ModelState:
             yield
         finally:
             self._others = {}
-            self.put_back()
+            self.restore()
 
-    def put_back_buffers(self) -> None:
+    def restore_buffers(self) -> None:
         """Let the model hold the tensors that were its buffers, and the streams be as captured."""
         for tensor, holder, key in self._buffers.values():
             holder[key] = tensor
@@ -211,12 +211,12 @@ class StepState:
         """
         for parameter in self._model.parameters():
             parameter.clear_gradient(False)
-        self._state.put_back_buffers()
+        self._state.restore_buffers()
         self._set_values()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore it: the same tensors with the same values, wherever a forward has put others."""
-        self._state.put_back()
+        self._state.restore()
         self._set_values()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient

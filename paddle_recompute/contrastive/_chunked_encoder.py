@@ -27,7 +27,11 @@ from paddle_recompute.contrastive._chunks import (
     padded,
     rows_of,
 )
-from paddle_recompute.contrastive._repetition import Repetition, check_repetition, nan_unless
+from paddle_recompute.contrastive._recomputation_check import (
+    RecomputationCheck,
+    check_repetition,
+    nan_unless,
+)
 from paddle_recompute.errors import DataError, RecomputeError
 from paddle_recompute.replay import Call, Stamp, is_written_since, stamp, watch_writes
 
@@ -75,7 +79,7 @@ class ChunkedEncoder:
         """After `encode`: whether an output needs a gradient."""
         # By head (place among the outputs): of each chunk.
         self._gradients: dict[int, list[paddle.Tensor]] = {}
-        self._repetition: Repetition
+        self._repetition: RecomputationCheck
 
     def encode(self, reached: list[ChunkedEncoder], before: ChunkedEncoder | None = None) -> Any:
         """The first forward of every chunk.
@@ -143,7 +147,7 @@ class ChunkedEncoder:
                 receive = functools.partial(self._receive, place, reached)
                 heads[place] = _source(heads[place], receive)
         if trained:
-            self._repetition = Repetition(self.name, firsts, self._cut)
+            self._repetition = RecomputationCheck(self.name, firsts, self._cut)
         else:
             self._calls, self._outputs = [], []
         order = iter(heads)

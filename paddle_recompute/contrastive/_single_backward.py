@@ -6,7 +6,12 @@ import weakref
 
 import paddle
 
-from paddle_recompute._paddle.backward import Backward, current_backward, hand_on, watch_backward
+from paddle_recompute._paddle.backward import (
+    Backward,
+    current_backward,
+    raise_in_caller,
+    watch_backward,
+)
 
 
 class SingleBackwardGuard:
@@ -42,5 +47,5 @@ class SingleBackwardGuard:
         self._seen = weakref.ref(backward)
         if again or twice_differentiable:
             error = self._error(self._message)
-            hand_on(error)
+            raise_in_caller(error)
             raise error

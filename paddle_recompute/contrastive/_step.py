@@ -51,7 +51,7 @@ def one_step() -> Iterator[Callable[[], None]]:
     at_end: AtEnd = {}
     _running.steps = [*_steps(), at_end]
 
-    def put_back() -> list[tuple[paddle.Tensor, paddle.Tensor]]:
+    def restore() -> list[tuple[paddle.Tensor, paddle.Tensor]]:
         """End the muting; returns the leaves that got a gradient, and their sums."""
         muted.close()
         sums = []
@@ -65,7 +65,7 @@ def one_step() -> Iterator[Callable[[], None]]:
         return sums
 
     def run_hooks() -> None:
-        if sums := put_back():
+        if sums := restore():
             leaves, gradients = zip(*sums, strict=True)
             with amp_off():
                 paddle.autograd.backward(list(leaves), list(gradients))
@@ -73,7 +73,7 @@ def one_step() -> Iterator[Callable[[], None]]:
     try:
         yield run_hooks
     finally:
-        put_back()
+        restore()
         _running.steps = _steps()[:-1]
         for call in at_end.values():
             call()

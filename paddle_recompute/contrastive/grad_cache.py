@@ -14,7 +14,7 @@ from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
 from paddle_recompute.contrastive._own_backward import ChunksWithOwnBackward, OwnBackward
-from paddle_recompute.contrastive._repetition import check_repetition
+from paddle_recompute.contrastive._recomputation_check import check_repetition
 from paddle_recompute.contrastive._step import one_step
 from paddle_recompute.contrastive._texts import LengthOf, has_texts
 from paddle_recompute.distributed import is_distributed

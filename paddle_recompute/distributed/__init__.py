@@ -18,7 +18,7 @@ from paddle_recompute.distributed.peer_state import Limits, Scope
 from paddle_recompute.distributed.rendezvous import connect_early, connected_early
 
 if TYPE_CHECKING:
-    from paddle_recompute.distributed import stop_request, withdrawals
+    from paddle_recompute.distributed import collective_fallback, stop_request
     from paddle_recompute.distributed.agreement import (
         agree_on_options,
         agree_on_parameters,
@@ -70,6 +70,7 @@ __all__ = [
     "broadcast_from_rank0",
     "broadcast_tensors",
     "buffers_of",
+    "collective_fallback",
     "connect_early",
     "connect_ranks",
     "connected_early",
@@ -95,7 +96,6 @@ __all__ = [
     "sum_over_ranks",
     "values_of_ranks",
     "watched_on_device",
-    "withdrawals",
 ]
 
 
@@ -109,7 +109,7 @@ def __getattr__(name: str) -> Any:
     """Import what needs Paddle when it is first used (PEP 562): a rank connects before that."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for module in _WITH_PADDLE if name not in ("stop_request", "withdrawals") else ():
+    for module in _WITH_PADDLE if name not in ("stop_request", "collective_fallback") else ():
         found = importlib.import_module(f"{__name__}.{module}")
         if hasattr(found, name):
             return getattr(found, name)

@@ -9,7 +9,7 @@ import paddle
 
 from paddle_recompute.distributed.connection import peers
 from paddle_recompute.distributed.digest import Digests
-from paddle_recompute.distributed.peer_state import Said, Scope
+from paddle_recompute.distributed.peer_state import RankValue, Scope
 from paddle_recompute.errors import SyncError
 
 
@@ -31,7 +31,7 @@ def agree_on_options(
         raise SyncError(f"{of} with different options: {difference}. Give it the same everywhere.")
 
 
-def differences(said: Sequence[Said]) -> list[str]:
+def differences(said: Sequence[RankValue]) -> list[str]:
     """What ranks say differently, each as ``name is a on rank 0, b on rank 1``.
 
     Args:
@@ -124,7 +124,7 @@ def agree_on_start(
     return len({tuple(value == "" for value in one.content) for one in said}) > 1
 
 
-def _first_unequal(said: Sequence[Said], scope: Scope) -> tuple[int, list[int]] | None:
+def _first_unequal(said: Sequence[RankValue], scope: Scope) -> tuple[int, list[int]] | None:
     for index in range(max((len(one.content) for one in said), default=0)):
         ranks_with: dict[object, list[int]] = {}
         for one in said:
@@ -137,7 +137,7 @@ def _first_unequal(said: Sequence[Said], scope: Scope) -> tuple[int, list[int]] 
     return None
 
 
-def _by_rank(said: Sequence[Said], values: Sequence[str]) -> str:
+def _by_rank(said: Sequence[RankValue], values: Sequence[str]) -> str:
     """``a on rank 0, 1, b on rank 2``."""
     ranks_of: dict[str, list[int]] = {}
     for one, value in zip(said, values, strict=True):

@@ -16,7 +16,7 @@ from typing import Any
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute._paddle.backward import hand_on, watch_backward
+from paddle_recompute._paddle.backward import raise_in_caller, watch_backward
 from paddle_recompute._paddle.distributed import init_parallel_env, store_await, store_publish
 from paddle_recompute._paddle.endpoint import master_endpoint
 from paddle_recompute._paddle.native_calls import end_native_calls, native_call
@@ -102,7 +102,7 @@ def peers() -> ControlClient:
     must call it too.
     """
     client = connected_early() or _connect_by_store()
-    client.hand_on, client.shutdown.end_native_calls = hand_on, end_native_calls
+    client.raise_in_caller, client.shutdown.end_native_calls = raise_in_caller, end_native_calls
     client.check_collectives = functools.partial(_check_watched, client)
     client.shutdown.end_before_paddle()
     watch_backward()
@@ -135,13 +135,13 @@ def _check_watched(client: ControlClient) -> None:
         if one.is_over():
             all_watched.discard(one)
             continue
-        error = client.trouble(one.scope, one.what, time.monotonic() - one.began)
+        error = client.failure(one.scope, one.what, time.monotonic() - one.began)
         if error is not None:
             client.fail(error)
 
 
 def is_distributed(group: Group | None = None) -> bool:
-    """Whether there is somebody to talk to: a group is set up and has more than one rank."""
+    """Whether there are other ranks: a group is set up and has more than one rank."""
     return bool(dist.is_initialized()) and int(dist.get_world_size(group)) > 1
 
 

@@ -7,8 +7,8 @@ So a rank that waits for a dead, stopped or failed peer ends with a `PeerError` 
 instead of hanging or of being aborted by a collective.
 
 A rank that goes on says nothing but that it lives. One that has waited for longer than a tick says
-where, so that the others learn whom they wait for, and that ranks which wait at different places
-are told.
+where, so that the others learn whom they wait for, and ranks that wait at different places learn
+it.
 
 The first failure ends the run, on all ranks: from then on every wait of every rank raises an error
 with that cause, and nothing begins again. How a rank says that it has failed, and how its process
@@ -31,7 +31,13 @@ from typing import Any, TypeVar
 from paddle_recompute.distributed.control_link import ControlLink
 from paddle_recompute.distributed.control_server import TICK, ControlServer
 from paddle_recompute.distributed.control_wire import Message, RunKey
-from paddle_recompute.distributed.peer_state import PeerState, Said, Scope, ranks_apart, where
+from paddle_recompute.distributed.peer_state import (
+    PeerState,
+    RankValue,
+    Scope,
+    ranks_at_different_calls,
+    where,
+)
 from paddle_recompute.distributed.shutdown import Failure, Shutdown
 from paddle_recompute.errors import PeerError, SyncError
 
@@ -79,7 +85,7 @@ class ControlClient:
         self._link = ControlLink(self.state, host, port, key, patience)
         self._failure = Failure(self.state, self._link)
         self.shutdown = Shutdown(self.state, self._link, self._failure, server)
-        self.hand_on: Callable[[BaseException], None] = lambda error: None
+        self.raise_in_caller: Callable[[BaseException], None] = lambda error: None
         """Is given each error with which a wait ends."""
         self.check_collectives: Callable[[], None] = lambda: None
         """Is called by the thread in each tick."""
@@ -89,7 +95,7 @@ class ControlClient:
 
     def exchange(
         self, label: str, scope: Scope, value: Any = None, *, lane: str = "main", most: int = 0
-    ) -> list[Said]:
+    ) -> list[RankValue]:
         """Wait for all ranks of `scope`, and learn what each says.
 
         One message to rank 0 and one back. Not for the steps of a training: rank 0 serves all
@@ -118,13 +124,13 @@ class ControlClient:
         self.wait_until(answer.here.wait, label, scope)
         groups = answer.groups
         if len({group["label"] for group in groups}) > 1:
-            raise self.fail(ranks_apart(where(groups)))
-        return [Said(tuple(one["ranks"] or scope.ranks), one["value"]) for one in groups]
+            raise self.fail(ranks_at_different_calls(where(groups)))
+        return [RankValue(tuple(one["ranks"] or scope.ranks), one["value"]) for one in groups]
 
-    def compare(self, label: str, scope: Scope, content: Any) -> list[Said] | None:
+    def compare(self, label: str, scope: Scope, content: Any) -> list[RankValue] | None:
         """Who says what, of at most 8 different contents; None where all ranks say the same.
 
-        A digest travels first, so it costs a short message where all say the same, and the content
+        A digest is sent first, so it costs a short message where all say the same, and the content
         from one rank for each digest where not. Arguments and errors as of `exchange`.
         """
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -134,7 +140,7 @@ class ControlClient:
         asked = [group.ranks[0] for group in groups]
         said = self.exchange(label, scope, content if self.rank in asked else None)
         content_of = {rank: one.content for one in said for rank in one.ranks}
-        return [Said(group.ranks, content_of[group.ranks[0]]) for group in groups]
+        return [RankValue(group.ranks, content_of[group.ranks[0]]) for group in groups]
 
     def wait_until(
         self,
@@ -150,8 +156,8 @@ class ControlClient:
             has_come: ``has_come(seconds)`` waits for it for so long at most, and says whether it
                 has come.
             what: What this rank waits for, for messages. Up to a colon, it is the part of the
-                program; ranks whose main threads wait in different ones wait for ever, which they
-                are told.
+                program; ranks whose main threads wait in different ones wait for ever, which is
+                reported.
             scope: The ranks whose death or failure ends the wait.
             announces: Whether it needs the main threads of the others, which must not wait in
                 different places then.
@@ -172,9 +178,9 @@ class ControlClient:
                     told = {"label": what, "place": what.partition(":")[0], "serial": serial}
                     told |= {"among": scope.among, "size": len(scope.ranks)}
                     self._link.send({"kind": "waits", **told})
-                error = self.trouble(scope, what, waited, serial)
+                error = self.failure(scope, what, waited, serial)
                 if error is not None and not has_come(0.0):
-                    self.hand_on(self.fail(error))
+                    self.raise_in_caller(self.fail(error))
                     raise error
         finally:
             if serial:
@@ -187,19 +193,19 @@ class ControlClient:
         Raises:
             PeerError: A rank has died, failed, fallen silent, or not come in time.
         """
-        error = self.trouble(scope, what, waited)
+        error = self.failure(scope, what, waited)
         if error is not None:
             raise self.fail(error)
 
-    def trouble(
+    def failure(
         self, scope: Scope, what: str, waited: float, serial: int | None = None
     ) -> SyncError | None:
-        """Why waiting is in vain, as an error; None if it is not. Arguments as of `check`."""
-        trouble = self.state.trouble(scope, waited)
-        if trouble is not None:
-            return PeerError(self.state.complaint(trouble, what))
-        apart = self.state.apart(serial) if serial else None
-        return ranks_apart(apart) if apart is not None else None
+        """Why a wait cannot complete, as an error; None if it is not. Arguments as of `check`."""
+        failure = self.state.failure(scope, waited)
+        if failure is not None:
+            return PeerError(self.state.failure_message(failure, what))
+        apart = self.state.different_calls(serial) if serial else None
+        return ranks_at_different_calls(apart) if apart is not None else None
 
     def explain(self, error: BaseException, what: str, scope: Scope) -> PeerError:
         """The `PeerError` that says why a collective of `scope` failed with `error`.
@@ -209,9 +215,9 @@ class ControlClient:
         patience = min(_EXPLANATION, scope.limits.peer_timeout)
         deadline = time.monotonic() + patience + 2 * TICK
         while time.monotonic() < deadline:
-            trouble = self.state.trouble(scope, waited=0.0, patience=patience)
-            if trouble is not None:
-                return self.fail(PeerError(self.state.complaint(trouble, what)))
+            failure = self.state.failure(scope, waited=0.0, patience=patience)
+            if failure is not None:
+                return self.fail(PeerError(self.state.failure_message(failure, what)))
             time.sleep(_POLL)
         return self.fail(
             PeerError(

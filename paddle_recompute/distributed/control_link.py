@@ -17,7 +17,7 @@ from paddle_recompute.distributed.peer_state import CONTROL_KEY, PeerState
 
 
 class ControlLink:
-    """Sends messages and heartbeats, and hands on what the control server says.
+    """Sends messages and heartbeats, and delivers the control server's messages.
 
     What is sent before the connection exists is kept until it does.
 

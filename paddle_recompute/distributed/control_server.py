@@ -2,7 +2,7 @@
 
 Ranks need to know things about each other that no collective tells: that a peer has died, stopped
 or failed, that it is merely late, and at the start whether all are set up alike. That goes through
-here. What ranks agree on in every step does not: it travels in collectives of their backend.
+here. What ranks agree on in every step does not: it is sent in collectives of their backend.
 
 Why not Paddle's own TCP store? One of its operations takes 43 ms (2.6.2 and 3.3.1, measured between
 two processes of one machine: its client writes a request in several small packets without
@@ -11,7 +11,7 @@ The store only tells the ranks where the server listens, and the key.
 
 A connection that closes is a process that has ended, and is seen at once. A process that is
 stopped, or whose machine is cut off, keeps its connection and falls silent: the server counts its
-own ticks since it last heard of each rank, so that a server that was itself stopped accuses nobody.
+own ticks since it last heard of each rank, so a suspended server reports no false timeouts.
 A tick costs one byte from and to each rank.
 
 Trust: the server listens on the address that the ranks use, loopback where they do, and no longer
@@ -33,7 +33,7 @@ import warnings
 from asyncio import StreamReader, StreamWriter
 
 from paddle_recompute.distributed import control_wire as wire
-from paddle_recompute.distributed._meetings import Meetings, Waits
+from paddle_recompute.distributed._exchanges import Exchanges, Waits
 from paddle_recompute.distributed.control_wire import Message, RunKey
 
 TICK = 1.0
@@ -77,7 +77,7 @@ class ControlServer:
         self._left: dict[int, str] = {}  # in good order, and where
         self._untold: dict[int, str] = {}
         self._said_silent = self._has_warned = False
-        self._meetings = Meetings(self._tell)
+        self._exchanges = Exchanges(self._tell)
         self._waits = Waits(self._tell)
         self._listening = _listen(host, port)
         self.port = int(self._listening.getsockname()[1])
@@ -162,7 +162,7 @@ class ControlServer:
     def _take(self, rank: int, message: Message) -> None:
         match message["kind"]:
             case "arrive":
-                self._meetings.arrive(rank, message)
+                self._exchanges.arrive(rank, message)
             case "waits":
                 self._waits.begin(rank, message)
             case "wait ended":

@@ -1,4 +1,4 @@
-"""What travels on the control connection: the handshake, signs of life, messages.
+"""The protocol of the control connection: the handshake, signs of life, messages.
 
 A message is a line of JSON, and a sign of life is an empty line. The first message of a rank is
 `hello`, with the name of the run and a nonce. The server answers with a nonce of its own and the

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
-from paddle_recompute._paddle import device, travelling
+from paddle_recompute._paddle import device, released_memory
 
 _PIECE = 2**18
 """Elements; two copies of a piece in int64 are all the memory that a digest takes."""
@@ -67,7 +67,7 @@ def _sums_of(tensor: paddle.Tensor | NDArray[Any], weights: dict[str, paddle.Ten
 
 
 def _is_on_device(tensor: paddle.Tensor) -> bool:
-    return travelling.has_memory(tensor) and device.can_view_bits(tensor)
+    return released_memory.has_memory(tensor) and device.can_view_bits(tensor)
 
 
 def _pieces(bits: Any) -> Iterator[Any]:

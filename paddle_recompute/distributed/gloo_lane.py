@@ -4,8 +4,8 @@ gloo (Paddle 2.6, 3.3) has four faults that show as soon as ranks are not in ste
 
 - a collective fails after 30 s of waiting for a rank that is merely late, and its group is broken
   for good;
-- buffers of different sizes, or those of different steps, are summed without a word;
-- two threads in one group give wrong sums without a word;
+- buffers of different sizes, or those of different steps, are summed silently;
+- two threads in one group give wrong sums silently;
 - it cannot be interrupted while it waits for a process that is stopped.
 
 So a `GlooLane` has a thread and a group of its own. Before each collective the ranks compare, in a
@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute._paddle.backward import hand_on
+from paddle_recompute._paddle.backward import raise_in_caller
 from paddle_recompute._paddle.distributed import all_reduce_numbers, is_from_gloo
 from paddle_recompute._paddle.native_calls import native_call
 from paddle_recompute.distributed.connection import peers
@@ -135,7 +135,7 @@ class Job(Generic[Result]):
             return self._result
         if not isinstance(error, SyncError):
             error = peers().explain(error, self.label, self.scope)
-        hand_on(error)
+        raise_in_caller(error)
         raise error from (self.error if error is not self.error else None)
 
 

@@ -1,6 +1,6 @@
 """A few numbers that the hosts know, reduced over the ranks: sums, largest, whether all are equal.
 
-With gloo they travel in a lane (`gloo_lane`). On a device they have a group and a stream of their
+With gloo they are sent in a lane (`gloo_lane`). On a device they have a group and a stream of their
 own, so a host waits for the other hosts, and for nothing that the device computes. It polls
 meanwhile: a peer that died would leave it waiting inside the driver, for ever.
 """
@@ -30,7 +30,7 @@ def reduce_numbers(
     *,
     lane: str = MAIN_LANE,
 ) -> list[float]:
-    """Each of `values`, reduced over the ranks of `group` in float64: the same bits on all.
+    """Each of `values`, reduced over the ranks of `group` in float64: bitwise identical on all.
 
     Also while a Program is built; nothing goes through rank 0. Every rank must call it equally
     often, in the order of its other collectives.
@@ -40,7 +40,7 @@ def reduce_numbers(
         operation: ``"sum"``, ``"min"`` or ``"max"``.
         what: Names them, for messages; the same on every rank.
         group: The ranks; None is all of them.
-        lane: The one that they travel in with gloo.
+        lane: The one in which gloo sends them.
 
     Raises:
         PeerError: A rank has died, stopped, failed, or not come in time.

@@ -1,4 +1,4 @@
-"""What a rank has heard of the others, and whether waiting for them is in vain."""
+"""What a rank has heard of the others, and whether a wait for them can still complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_CAUSE = 4000  # characters of an error that the other ranks show
 
 
 @dataclass(frozen=True)
-class Said:
+class RankValue:
     """What some of the ranks said."""
 
     ranks: tuple[int, ...]
@@ -81,7 +81,7 @@ class PeerState:
     _cause: Message | None = None
     _silent: dict[int, float] = field(default_factory=dict)
     _waiting: dict[str, frozenset[int]] = field(default_factory=dict)
-    _apart: tuple[int, str] | None = None
+    _different_calls: tuple[int, str] | None = None
     _left: dict[int, str] = field(default_factory=dict)
     _hosts: dict[str, str] = field(default_factory=dict)
 
@@ -92,8 +92,8 @@ class PeerState:
             self._silent = {int(rank): float(s) for rank, s in message["seconds"].items()}
         elif kind == "waiting":
             self._waiting[message["among"]] = frozenset(message["ranks"])
-            if "apart" in message:
-                self._apart = (message["serial"], where(message["apart"]))
+            if "different_calls" in message:
+                self._different_calls = (message["serial"], where(message["different_calls"]))
         elif kind == "left":
             for rank, place in message["places"].items():
                 self._left.setdefault(int(rank), f"has ended {place}".rstrip())
@@ -124,17 +124,17 @@ class PeerState:
             )
         return None
 
-    def apart(self, serial: int) -> str | None:
+    def different_calls(self, serial: int) -> str | None:
         """Where the ranks are, if they wait for each other at different places; None if not.
 
         Args:
             serial: The number of this rank's wait; what was said of another one is over.
         """
-        told = self._apart
+        told = self._different_calls
         return told[1] if told is not None and told[0] == serial else None
 
-    def trouble(self, scope: Scope, waited: float, *, patience: float | None = None) -> str | None:
-        """Why waiting for the ranks of `scope` is in vain; None if it is not, as far as known.
+    def failure(self, scope: Scope, waited: float, *, patience: float | None = None) -> str | None:
+        """Why a wait for the ranks of `scope` cannot complete; None if it can, as far as known.
 
         Args:
             scope: The ranks.
@@ -151,16 +151,16 @@ class PeerState:
                 return f"{self.named(rank)} {self._left[rank]}; its log may say why"
         return self._silence(scope, patience) or self._lateness(scope, waited)
 
-    def complaint(self, trouble: str, what: str) -> str:
-        """The message of an error: `trouble` is why waiting for `what` is in vain."""
-        if re.match(rf"rank {self.rank}\b", trouble):
+    def failure_message(self, failure: str, what: str) -> str:
+        """The message of an error: `failure` is why a wait for `what` cannot complete."""
+        if re.match(rf"rank {self.rank}\b", failure):
             return (
-                f"{trouble}. That ended the run on all ranks, so rank {self.rank} cannot begin "
+                f"{failure}. That ended the run on all ranks, so rank {self.rank} cannot begin "
                 f"{what}; start the ranks again, from the last checkpoint. To skip a batch whose "
                 "forward fails, run the forward before last_backward() and let all ranks skip the "
                 "step: docs/gradient_synchronization.md has an example"
             )
-        return f"{trouble}. Rank {self.rank} waited {self.place} for {what}."
+        return f"{failure}. Rank {self.rank} waited {self.place} for {what}."
 
     def _silence(self, scope: Scope, patience: float | None) -> str | None:
         limit = scope.limits.peer_timeout if patience is None else patience
@@ -215,7 +215,7 @@ def _described(end: Message) -> str:
     return f"{named} failed {end['place']}: {str(end['message']).rstrip('.')}"
 
 
-def ranks_apart(where_the_ranks_are: str) -> SyncError:
+def ranks_at_different_calls(where_the_ranks_are: str) -> SyncError:
     """The error of ranks that wait for each other at different places."""
     return SyncError(
         f"the ranks are not in the same place of the program: {where_the_ranks_are}. Every rank "

@@ -115,7 +115,7 @@ def equal_buffers(model: paddle.nn.Layer, group: Group | None = None) -> list[st
 
     Each rank's BatchNorms count the statistics of its own rows, so models of equal parameters
     evaluate differently. Rank 0's, and not the mean of all: they do not depend on when this is
-    called, so a run that is saved once more has the same bits as one that is not.
+    called, so saving once more leaves the run bitwise identical.
 
     Args:
         model: The same Layer on every rank. Buffers that are not saved stay as they are.
@@ -176,7 +176,7 @@ _CARRIERS = {paddle.bool: "uint8", paddle.int16: "int32"}
 
 
 def mean_over_ranks(value: float, group: Group | None = None) -> float:
-    """The mean of a number over the ranks of `group`, the same bits on all.
+    """The mean of a number over the ranks of `group`, bitwise identical on all.
 
     Raises:
         PeerError: A rank has died, stopped or failed.

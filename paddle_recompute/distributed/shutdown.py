@@ -197,10 +197,12 @@ class Shutdown:
                 )
             state, deadline = self._state, self._told_to_end + 2 * TICK
             while True:
-                trouble = state.trouble(Scope(state.all_ranks, state.limits), 3 * TICK)
-                if trouble is not None:
+                failure = state.failure(Scope(state.all_ranks, state.limits), 3 * TICK)
+                if failure is not None:
                     self._over.set()
-                    raise self._failure.fail(PeerError(state.complaint(trouble, "the other ranks")))
+                    raise self._failure.fail(
+                        PeerError(state.failure_message(failure, "the other ranks"))
+                    )
                 if time.monotonic() > deadline:
                     break
                 time.sleep(5 * _POLL)
@@ -217,10 +219,10 @@ class Shutdown:
             return
         self._ticks_stuck += 1
         if self._ticks_stuck * TICK > self._state.limits.peer_timeout:
-            complaint = (self._failure.seen_by_thread or cause).rstrip(".")
+            failure_message = (self._failure.seen_by_thread or cause).rstrip(".")
             rank, place, seconds = self._state.rank, self._state.place, self._ticks_stuck * TICK
             sys.stderr.write(
-                f"PeerError: {complaint}. Rank {rank} has not noticed {place} for {seconds:.0f} s "
-                "(peer_timeout), so its process is ended.\n"
+                f"PeerError: {failure_message}. Rank {rank} has not noticed {place} for "
+                f"{seconds:.0f} s (peer_timeout), so its process is ended.\n"
             )
             exit_now(1)

@@ -18,7 +18,7 @@ from paddle_recompute.distributed.peer_state import Scope
 
 @contextlib.contextmanager
 def watched_on_device(what: str, scope: Scope) -> Iterator[None]:
-    """Inside, collectives of a device are begun; the run fails if one of them waits in vain.
+    """Inside, collectives of a device are begun; the run fails if one of them cannot complete.
 
     Args:
         what: Names them, for messages.

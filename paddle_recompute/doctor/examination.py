@@ -21,7 +21,7 @@ from paddle_recompute.doctor.report import DoctorReport
 from paddle_recompute.errors import ConfigError, first_sentence
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.options import RecomputeConfig
-from paddle_recompute.recompute import apply_recompute, called_plainly, wrapped_layers
+from paddle_recompute.recompute import apply_recompute, without_recompute, wrapped_layers
 
 CHUNKED = 1e-4
 """Tolerance for gradients that are summed over chunks."""
@@ -79,7 +79,7 @@ def doctor(
     state = StepState(model, whole=True)
     try:
         examined = _Examined(report, model, state, batch, loss_fn)
-        with called_plainly():
+        with without_recompute():
             plain, repeated = examined.step(), examined.step()
         if _fails_somewhere(report, plain):
             return report
@@ -101,7 +101,7 @@ def doctor(
             report.notes.append(advice({**missing.set, **missing.late}))
         return report
     finally:
-        state.put_back()
+        state.restore()
 
 
 def _refuse_sparse_gradients(model: paddle.nn.Layer) -> None:

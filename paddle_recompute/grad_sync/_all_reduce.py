@@ -38,7 +38,7 @@ class AllReducer:
 
     Args:
         group: The ranks; None is all of them. Every one of them must make this.
-        lane: The name of the lane in which they travel with gloo; the same on all ranks.
+        lane: The name of the lane in which they are sent with gloo; the same on all ranks.
     """
 
     def __init__(self, group: Group | None, lane: str = LANE) -> None:

@@ -20,8 +20,13 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute.distributed import run_collective
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepFlags, StepReport
 from paddle_recompute.grad_sync._all_reduce import AllReducer
+from paddle_recompute.grad_sync._consistency_check import (
+    Agreed,
+    ConsistencyCheck,
+    StepFlags,
+    StepReport,
+)
 from paddle_recompute.grad_sync._parameters import ParameterList, refuse_main_grad
 from paddle_recompute.grad_sync._start import StartValues
 from paddle_recompute.grad_sync._timeline import Timeline
@@ -41,7 +46,7 @@ class FleetReduction:
         self._group = group
         all_reducer = AllReducer(group)
         self._is_gloo = all_reducer.is_gloo
-        self._agreement = Agreement(listed, group, all_reducer, start)
+        self._agreement = ConsistencyCheck(listed, group, all_reducer, start)
         self.timeline: Timeline | None = None
         """The last step's times; without buckets, as Paddle does not tell about them."""
         self._refuse_unsupported()

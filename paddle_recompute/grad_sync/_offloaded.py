@@ -19,7 +19,7 @@ from typing import Protocol
 import paddle
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute._paddle.travelling import piece_of
+from paddle_recompute._paddle.released_memory import piece_of
 from paddle_recompute.distributed import (
     agree_on_parameters,
     device_group,
@@ -30,7 +30,7 @@ from paddle_recompute.distributed import (
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
-from paddle_recompute.grad_sync._codec import Codec
+from paddle_recompute.grad_sync._compression import GradientCompression
 
 _OWNER = "_paddle_recompute_gradient_owner"
 _num_kept = 0
@@ -99,7 +99,9 @@ class PieceSender:
         self._name = f"offloaded parameters {number}"
         own = group if is_gloo(group) else device_group(scope.ranks, self._name)
         self._reducer = AllReducer(own, self._name)
-        self._codec = Codec("none", error_feedback=False, is_gloo=is_gloo(group))
+        self._compression = GradientCompression(
+            "none", error_feedback=False, is_gloo=is_gloo(group)
+        )
 
     @paddle.no_grad()
     def send(
@@ -112,7 +114,7 @@ class PieceSender:
 
         Args:
             parameters: Those whose gradients they are; the same on every rank.
-            gradients: One for each, freed when this returns if nobody else has them.
+            gradients: One for each, freed when this returns unless referenced elsewhere.
             label: What they are, for messages; the same on every rank.
         """
         piece = SentPiece(parameters)
@@ -122,7 +124,7 @@ class PieceSender:
         ):
             dtype = parameters[bucket.members[0]].dtype
             flat = bucket.join([gradients[i] for i in bucket.members], dtype, self.scale)
-            flat = self._codec.encode(flat, bucket)
+            flat = self._compression.encode(flat, bucket)
             label_of_dtype = f"gradient sync of offloaded parameters: {label} ({dtype})"
             task = self._reducer.send(flat, label_of_dtype)
             piece.parts.append((bucket, flat, task))
@@ -155,7 +157,7 @@ class SentPiece:
         gradients: list[paddle.Tensor | None] = [None] * len(self._parameters)
         for bucket, flat, task in self.parts:
             task.wait()
-            flat = Codec.decode(flat, self._parameters[bucket.members[0]].dtype)
+            flat = GradientCompression.decode(flat, self._parameters[bucket.members[0]].dtype)
             if not keep:
                 begins = itertools.accumulate(bucket.sizes, initial=0)
                 for index, begin in zip(bucket.members, begins, strict=False):

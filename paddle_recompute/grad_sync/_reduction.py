@@ -47,12 +47,17 @@ from paddle_recompute._paddle.gradients import (
     on_gradient_added,
 )
 from paddle_recompute.distributed import peers, scope_of
-from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepFlags, StepReport
 from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
-from paddle_recompute.grad_sync._codec import Codec
+from paddle_recompute.grad_sync._compression import GradientCompression
+from paddle_recompute.grad_sync._consistency_check import (
+    Agreed,
+    ConsistencyCheck,
+    StepFlags,
+    StepReport,
+)
+from paddle_recompute.grad_sync._in_flight import InFlightGradients
 from paddle_recompute.grad_sync._parameters import ParameterList, refuse_main_grad
-from paddle_recompute.grad_sync._sent import SentGradients
 from paddle_recompute.grad_sync._start import StartValues
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
@@ -100,7 +105,7 @@ class BucketedReduction:
         *,
         bucket_bytes: int,
         first_bucket_bytes: int,
-        codec: Codec,
+        compression: GradientCompression,
         early: bool,
         expects_unused: bool,
     ) -> None:
@@ -110,9 +115,9 @@ class BucketedReduction:
         self._sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
         self._early = early
         self._warns_of_unused = not expects_unused
-        self._codec = codec
+        self._compression = compression
         self._all_reducer = AllReducer(group)
-        self._agreement = Agreement(listed, group, self._all_reducer, start)
+        self._agreement = ConsistencyCheck(listed, group, self._all_reducer, start)
         self._expected: dict[int, int] = {}
         """How often the last backward adds to each gradient."""
         self._buckets: list[Bucket] = []
@@ -128,7 +133,7 @@ class BucketedReduction:
         self._hooked: set[int] = set()
         self._note = functools.partial(self._order.append)
         watch_backward()
-        # Outside of a step nobody reads the order.
+        # Outside of a step the order is not read.
         forget = after_each_backward(self._order.clear_if_unread)
         weakref.finalize(self, _let_go, forget, self._note)  # Paddle's hooks outlive it
         if early:
@@ -163,7 +168,7 @@ class BucketedReduction:
             self._weight = self._agreement.weight_of(report.count, label)
         self._began = time.perf_counter()
         self._first: float | None = None
-        self._sent = SentGradients()
+        self._sent = InFlightGradients()
         self._begin_sending()
         self._order.is_read = True
         self._order.clear()
@@ -229,10 +234,10 @@ class BucketedReduction:
         self._send_to(len(self._buckets), has_met=True)
         self._wait()
         times = tuple(one.times(number) for number, one in enumerate(self._under_way))
-        self._sent = SentGradients()
+        self._sent = InFlightGradients()
         for _ in times:  # a bucket is free when the next one is written
             self._write(self._under_way.pop(0), without_gradient)
-        self._codec.commit(without_gradient)
+        self._compression.commit(without_gradient)
         ended = time.perf_counter()
         self.timeline = Timeline(self._began, self._first, backward_ended, ended, times)
         self.disarm()
@@ -276,7 +281,7 @@ class BucketedReduction:
             on_gradient_added(self._parameters[index], look)
 
     def _begin_sending(self) -> None:
-        self._codec.begin()
+        self._compression.begin()
         self._under_way = []
 
     @property
@@ -299,7 +304,7 @@ class BucketedReduction:
         else:
             gradients = [*map(self._listed.gradients.__getitem__, bucket.members)]
         flat = bucket.join(gradients, self._dtype(bucket), self.scale)
-        flat = self._codec.encode(flat, bucket)
+        flat = self._compression.encode(flat, bucket)
         queued = time.perf_counter()
         label = self._label(f"bucket {place} of {len(self._buckets)}")
         task = self._all_reducer.send(flat, label, has_met=has_met)
@@ -313,7 +318,7 @@ class BucketedReduction:
         return self._parameters[bucket.members[0]].dtype
 
     def _write(self, sending: _Sending, without_gradient: frozenset[int]) -> None:
-        mean = self._codec.decode(sending.flat, self._dtype(sending.bucket))
+        mean = self._compression.decode(sending.flat, self._dtype(sending.bucket))
         gradients = self._listed.gradients
         sending.bucket.split_into(self._parameters, gradients, mean, without_gradient)
 

@@ -11,7 +11,7 @@ class BucketTimes:
 
     Attributes:
         number: Place in the order in which buckets are sent, from 0.
-        num_bytes: Its size as it travels: with bf16 compression half of what the gradients take.
+        num_bytes: Its size as it is sent: with bf16 compression half of what the gradients take.
         queued: When its last gradient was ready and it was handed over to be sent.
         started: When its all-reduce began, all ranks being ready for it; None where a device
             runs it on a stream of its own (NCCL), which the host does not see.

@@ -20,8 +20,8 @@ from paddle_recompute.distributed import (
     scope_of,
 )
 from paddle_recompute.errors import CheckpointError, SyncError
-from paddle_recompute.grad_sync._agreement import Agreed, StepReport
-from paddle_recompute.grad_sync._codec import Codec, Compression
+from paddle_recompute.grad_sync._compression import Compression, GradientCompression
+from paddle_recompute.grad_sync._consistency_check import Agreed, StepReport
 from paddle_recompute.grad_sync._fleet import FleetReduction
 from paddle_recompute.grad_sync._offloaded import OffloadedSync
 from paddle_recompute.grad_sync._options import (
@@ -45,9 +45,9 @@ class GradientSync:
     Paddle's ``no_sync`` plus ``fused_allreduce_gradients`` does: right under recompute, where
     ``DataParallel`` alone raises "has been ready before", and serial. ``overlap`` sends the same
     buffers while the backward is still running, whichever form of recompute is used, and gives the
-    same bits. In both, the ranks agree on which gradients there are. ``fleet`` is Paddle's own
-    ``no_sync`` plus ``fused_allreduce_gradients``, as a reference to compare with; the ranks agree
-    first here too.
+    bitwise identical means. In both, the ranks agree on which gradients there are. ``fleet`` is
+    Paddle's own ``no_sync`` plus ``fused_allreduce_gradients``, as a reference to compare with; the
+    ranks agree first here too.
 
     In your own loop:
 
@@ -131,7 +131,7 @@ class GradientSync:
         """What came of it; None in a single process."""
         self._is_inside = False
         self._reduction: BucketedReduction | FleetReduction | None = None
-        self._codec: Codec | None = None
+        self._compression: GradientCompression | None = None
         self._start: StartValues | None = None
         self._replica_check: ReplicaCheck | None = None
         self.mode, self.reason = choose_mode(mode, group)
@@ -166,14 +166,16 @@ class GradientSync:
         if self.mode == "fleet":
             self._reduction = FleetReduction(self._listed, group, self._start)
             return
-        self._codec = Codec(compression, error_feedback=error_feedback, is_gloo=is_gloo(group))
+        self._compression = GradientCompression(
+            compression, error_feedback=error_feedback, is_gloo=is_gloo(group)
+        )
         self._reduction = BucketedReduction(
             self._listed,
             group,
             self._start,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
-            codec=self._codec,
+            compression=self._compression,
             early=self.mode == "overlap",
             expects_unused=find_unused_parameters,
         )
@@ -288,7 +290,7 @@ class GradientSync:
             name of each parameter (its position, where a list of parameters was given). Empty
             otherwise. It does not depend on the buckets, so their size may change in between.
         """
-        residuals = self._codec.residuals if self._codec is not None else {}
+        residuals = self._compression.residuals if self._compression is not None else {}
         keys, parameters = self._listed.keys, self._listed.parameters
         return {
             "num_synchronized": self.num_synchronized,
@@ -320,8 +322,8 @@ class GradientSync:
                 )
             residuals[index] = paddle.to_tensor(residual).flatten()
         self.num_synchronized = int(state["num_synchronized"])
-        if self._codec is not None:
-            self._codec.set_residuals(residuals)
+        if self._compression is not None:
+            self._compression.set_residuals(residuals)
 
     @property
     def parameters(self) -> list[paddle.Tensor]:

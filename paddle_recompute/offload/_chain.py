@@ -10,9 +10,9 @@ from typing import Any
 
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import keep_elsewhere
-from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._gradients import ChainGradients, ShardGradients
-from paddle_recompute.offload._ranks import Carrier, HereSlot, OwnedShard
+from paddle_recompute.offload._offloaded_tensor import OffloadedTensor
+from paddle_recompute.offload._ranks import Carrier, OwnedShard, OwnSlot
 from paddle_recompute.recompute import MakeSlot
 
 
@@ -28,7 +28,7 @@ class Shard:
     def __init__(
         self,
         name: str,
-        parameters: Sequence[Away],
+        parameters: Sequence[OffloadedTensor],
         make_slot: MakeSlot,
         owned: OwnedShard | None = None,
     ) -> None:
@@ -38,8 +38,8 @@ class Shard:
         self.make_slot = make_slot
         self.gradients = ShardGradients(name, [p.tensor for p in parameters], make_slot)
         self.gradients.is_own = self.is_own
-        for index, away in enumerate(parameters):
-            away.gradients, away.index = weakref.ref(self.gradients), index
+        for index, offloaded in enumerate(parameters):
+            offloaded.gradients, offloaded.index = weakref.ref(self.gradients), index
         self._num_residents = 0
 
     @property
@@ -53,26 +53,26 @@ class Shard:
         return self.owned is None or self.owned.is_own
 
     @property
-    def _is_here(self) -> bool:
-        return all(away.is_here for away in self.parameters)
+    def _is_on_device(self) -> bool:
+        return all(offloaded.is_on_device for offloaded in self.parameters)
 
-    def bring(self) -> None:
-        if self.owned is not None and not self._is_here:
-            self.owned.bring()
+    def load(self) -> None:
+        if self.owned is not None and not self._is_on_device:
+            self.owned.load()
         self._take()
 
-    def bring_own(self) -> None:
-        """`bring` for an update, which its owner makes alone."""
+    def load_own(self) -> None:
+        """`load` for an update, which its owner makes alone."""
         if self.owned is not None:
-            self.owned.bring_own()
+            self.owned.load_own()
         self._take()
 
     def _take(self) -> None:
-        for away in self.parameters:
-            away.prefetch()
-        for away in self.parameters:
-            away.bring()
-            away.unguard()
+        for offloaded in self.parameters:
+            offloaded.prefetch()
+        for offloaded in self.parameters:
+            offloaded.load()
+            offloaded.unguard()
 
     @property
     def is_resident(self) -> bool:
@@ -82,7 +82,7 @@ class Shard:
     def reside(self) -> None:
         """Come to the device for the user, with the gradients."""
         if not self.is_resident:
-            self.bring()
+            self.load()
             self.gradients.lend()
         self._num_residents += 1
 
@@ -91,39 +91,39 @@ class Shard:
         self._num_residents -= 1
         if not self.is_resident:
             self.gradients.take_back()
-            for away in self.parameters:
-                away.release_to_others()
-                away.guard()
+            for offloaded in self.parameters:
+                offloaded.release_to_others()
+                offloaded.guard()
 
     def guard(self) -> None:
         """What it was used for has ended; it is still here."""
         if not self.is_resident:
-            for away in self.parameters:
-                away.guard()
+            for offloaded in self.parameters:
+                offloaded.guard()
 
     def prefetch(self) -> None:
-        if self.owned is not None and not self._is_here:
+        if self.owned is not None and not self._is_on_device:
             self.owned.prefetch()
-        for away in self.parameters:
-            away.prefetch()
+        for offloaded in self.parameters:
+            offloaded.prefetch()
 
     def cancel_prefetch(self) -> None:
         if self.owned is not None:
             self.owned.cancel_prefetch()
-        for away in self.parameters:
-            away.cancel_prefetch()
+        for offloaded in self.parameters:
+            offloaded.cancel_prefetch()
 
     def write(self) -> None:
-        for away in self.parameters:
-            away.write()
+        for offloaded in self.parameters:
+            offloaded.write()
 
     def release(self) -> None:
         if self.is_resident:
             return
         self.cancel_prefetch()
-        for away in self.parameters:
-            away.guard()
-            away.release()
+        for offloaded in self.parameters:
+            offloaded.guard()
+            offloaded.release()
 
 
 class Chain:
@@ -139,8 +139,8 @@ class Chain:
 
     def __init__(
         self,
-        groups: Sequence[tuple[str, Sequence[Away]]],
-        taken: Iterable[Away],
+        groups: Sequence[tuple[str, Sequence[OffloadedTensor]]],
+        taken: Iterable[OffloadedTensor],
         make_slot: MakeSlot,
         *,
         prefetch: int,
@@ -157,11 +157,11 @@ class Chain:
         self._here: int | None = None
         self._using = threading.RLock()
         self._trainer: threading.Thread | None = None
-        for away in taken:
-            away.owner = weakref.ref(self)
+        for offloaded in taken:
+            offloaded.owner = weakref.ref(self)
         for shard in self.shards:
-            for away in shard.parameters:
-                keep_elsewhere(away.tensor, self.gradients)
+            for offloaded in shard.parameters:
+                keep_elsewhere(offloaded.tensor, self.gradients)
             shard.release()
 
     def train_in_this_thread(self) -> None:
@@ -217,7 +217,7 @@ class Chain:
             left.release()  # before its gradients are joined, which takes memory
             if self._trainer in (None, threading.current_thread()):
                 self.gradients.collect(left.gradients)
-        self.shards[index].bring()
+        self.shards[index].load()
         self._here = index
         for other, shard in enumerate(self.shards):
             if other != index and other not in then:
@@ -261,7 +261,9 @@ class Chain:
             shard.release()
 
 
-def _spread(groups: Sequence[tuple[str, Sequence[Away]]], carrier: Carrier) -> list[Shard]:
+def _spread(
+    groups: Sequence[tuple[str, Sequence[OffloadedTensor]]], carrier: Carrier
+) -> list[Shard]:
     """Shards that live with one rank each."""
     sizes = [sum(int(one.tensor.size) for one in parameters) for _, parameters in groups]
     owners = carrier.owners(sizes)
@@ -270,5 +272,5 @@ def _spread(groups: Sequence[tuple[str, Sequence[Away]]], carrier: Carrier) -> l
         members: list[Any] = [
             (one.slot, list(one.tensor.shape), one.tensor.dtype) for one in parameters
         ]
-        shards.append(Shard(name, parameters, HereSlot, OwnedShard(carrier, name, owner, members)))
+        shards.append(Shard(name, parameters, OwnSlot, OwnedShard(carrier, name, owner, members)))
     return shards

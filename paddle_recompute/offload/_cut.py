@@ -1,4 +1,4 @@
-"""Which parameters travel, and where to cut a chain so that the largest shard is small."""
+"""Which parameters are offloaded, and where to cut a chain so that the largest shard is small."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import paddle
 
 from paddle_recompute._paddle.layers import own_parameters, statistics_among_parameters
 from paddle_recompute.errors import ConfigError, OffloadError
-from paddle_recompute.offload._away import Away, away_of, let_travel
 from paddle_recompute.offload._chain import Chain
+from paddle_recompute.offload._offloaded_tensor import (
+    OffloadedTensor,
+    offload_parameter,
+    offloaded_tensor_of,
+)
 from paddle_recompute.offload._ranks import Carrier
-from paddle_recompute.offload._rule import enforce
+from paddle_recompute.offload._refused_methods import refuse_methods
 from paddle_recompute.recompute import MakeSlot
 
 
@@ -23,26 +27,26 @@ def num_bytes(layer: paddle.nn.Layer) -> int:
 
 def send_away(
     layer: paddle.nn.Layer,
-    away: dict[int, Away],
+    offloaded: dict[int, OffloadedTensor],
     make_slot: MakeSlot,
     but: Collection[int] = (),
 ) -> None:
-    """Take the parameters of `layer` off the device, and add each to `away` by its id.
+    """Take the parameters of `layer` off the device, and add each to `offloaded` by its id.
 
     Args:
         layer: The statistics of its BatchNorms stay: kernels write to them without a trace.
-        away: Those that have left before, which are left alone.
+        offloaded: Those that have left before, which are left alone.
         make_slot: Where they go.
         but: The ids of parameters that stay.
 
     Raises:
         OffloadError: Another chain has one of the parameters.
     """
-    enforce()
+    refuse_methods()
     for parameter in _travelling(layer):
-        if id(parameter) in away or id(parameter) in but:
+        if id(parameter) in offloaded or id(parameter) in but:
             continue
-        before = away_of(parameter)
+        before = offloaded_tensor_of(parameter)
         if before is not None:
             if before.owner() is not None:
                 raise OffloadError(
@@ -50,38 +54,38 @@ def send_away(
                     "another chain of Layers; a Layer can be in one. Put the Layers of both into "
                     "one chain, or leave what they share out of both"
                 )
-            before.bring_for_good()  # that chain is gone
-        away[id(parameter)] = let_travel(parameter, make_slot())
+            before.load_permanently()  # that chain is gone
+        offloaded[id(parameter)] = offload_parameter(parameter, make_slot())
 
 
 @contextlib.contextmanager
-def sent_away() -> Iterator[dict[int, Away]]:
+def sent_away() -> Iterator[dict[int, OffloadedTensor]]:
     """A dict for `send_away`; if the body fails, what it has taken comes back to the device."""
-    away: dict[int, Away] = {}
+    offloaded: dict[int, OffloadedTensor] = {}
     try:
-        yield away
+        yield offloaded
     except BaseException:
-        for one in away.values():
-            one.bring_for_good()
+        for one in offloaded.values():
+            one.load_permanently()
         raise
 
 
 def chain_of(
     layers: Sequence[paddle.nn.Layer],
     num_shards: int,
-    away: dict[int, Away],
+    offloaded: dict[int, OffloadedTensor],
     make_slot: MakeSlot,
     *,
     prefetch: int = 1,
     names: Sequence[str] | None = None,
     carrier: Carrier | None = None,
 ) -> tuple[Chain, list[range]]:
-    """`layers`, whose parameters are in `away`, in shards of which the largest is small.
+    """`layers`, whose parameters are in `offloaded`, in shards of which the largest is small.
 
     Args:
         layers: In the order of the forward.
         num_shards: Into how many shards they are cut.
-        away: From `send_away`.
+        offloaded: From `send_away`.
         make_slot: As in `send_away`.
         prefetch: As in `Chain`.
         names: Of the layers, for messages; None: their numbers.
@@ -102,27 +106,31 @@ def chain_of(
     names = names or [f"Layer {place}" for place in range(len(layers))]
     groups = [
         (f"shard {number} of {num_shards} ({names[part[0]]} to {names[part[-1]]})", own)
-        for number, (part, own) in enumerate(zip(ranges, _owned(layers, ranges, away), strict=True))
+        for number, (part, own) in enumerate(
+            zip(ranges, _owned(layers, ranges, offloaded), strict=True)
+        )
     ]
-    chain = Chain(groups, away.values(), make_slot, prefetch=prefetch, carrier=carrier)
+    chain = Chain(groups, offloaded.values(), make_slot, prefetch=prefetch, carrier=carrier)
     return chain, ranges
 
 
 def _owned(
-    layers: Sequence[paddle.nn.Layer], ranges: Sequence[range], away: dict[int, Away]
-) -> list[list[Away]]:
+    layers: Sequence[paddle.nn.Layer],
+    ranges: Sequence[range],
+    offloaded: dict[int, OffloadedTensor],
+) -> list[list[OffloadedTensor]]:
     """The parameters that each shard has for itself; those of several come back for good."""
     users: dict[int, set[int]] = {}
     for number, part in enumerate(ranges):
         for place in part:
             for parameter in _travelling(layers[place]):
                 users.setdefault(id(parameter), set()).add(number)
-    found: list[list[Away]] = [[] for _ in ranges]
-    for key, one in away.items():
+    found: list[list[OffloadedTensor]] = [[] for _ in ranges]
+    for key, one in offloaded.items():
         if len(users[key]) == 1:
             found[users[key].pop()].append(one)
         else:
-            one.bring_for_good()
+            one.load_permanently()
     return found
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle import travelling
+from paddle_recompute._paddle import released_memory
 from paddle_recompute._paddle.flat import squares_of
 from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import PieceSender, SentPiece
-from paddle_recompute.offload._ranks import HereSlot
+from paddle_recompute.offload._ranks import OwnSlot
 from paddle_recompute.recompute import MakeSlot, Slot
 
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -93,7 +93,7 @@ class _StoredGradients:
             self._free(index)
 
     def _free(self, index: int) -> None:
-        if isinstance(self._slots[index], HereSlot):  # others have their place for the next step
+        if isinstance(self._slots[index], OwnSlot):  # others have their place for the next step
             del self._slots[index]
 
 
@@ -106,7 +106,7 @@ class ShardGradients:
             number on the device.
         is_lent: Whether the gradients are in ``.grad``, where the user has them for a while.
         is_own: Whether this rank keeps them when they are the means over the ranks.
-        are_spread: Whether they are those of one rank then; nobody can read or set them.
+        are_spread: Whether they are those of one rank then; they cannot be read or set.
     """
 
     def __init__(self, name: str, parameters: Sequence[paddle.Tensor], make_slot: MakeSlot) -> None:
@@ -148,7 +148,7 @@ class ShardGradients:
                     f"the gradient of {parameter.name} is sparse (SelectedRows), which cannot be "
                     "kept off the device; make its Embedding with sparse=False"
                 )
-            gradient = travelling.take_gradient(parameter)
+            gradient = released_memory.take_gradient(parameter)
             if gradient is not None:
                 taken[index] = gradient
         return taken
@@ -227,13 +227,13 @@ class ShardGradients:
             assert gradient is not None
             if factor is not None:
                 gradient.scale_(factor)
-            travelling.set_gradient(self.parameters[index], gradient)
+            released_memory.set_gradient(self.parameters[index], gradient)
 
     def end_step(self) -> None:
         """The optimizer has used the gradients, which stay until they are cleared."""
         if not self.is_lent:
             for parameter in self.parameters:
-                travelling.set_gradient(parameter, None)
+                released_memory.set_gradient(parameter, None)
         self._begin_anew()
 
     def clear(self, indices: Iterable[int], *, set_to_zero: bool) -> None:
@@ -252,14 +252,14 @@ class ShardGradients:
             self._late.forget(index)
             self._means.discard(index)
             self.squares.pop(index, None)
-            travelling.set_gradient(parameter, None)
+            released_memory.set_gradient(parameter, None)
             if had_one and set_to_zero:
                 self._kept.put_zero(index)
 
     def clear_all(self, *, set_to_zero: bool) -> None:
         """`clear` for every parameter that is trained, as in Paddle; the next step begins.
 
-        Where nobody can read the gradients of the others, they go too.
+        Where the gradients of the others cannot be read, they are freed too.
         """
         all_or_trained = (
             i for i, p in enumerate(self.parameters) if self.are_spread or not p.stop_gradient
@@ -272,7 +272,7 @@ class ShardGradients:
         """Put the gradients into ``.grad``, until `take_back`; the parameters are on the device."""
         self.keep(self.take())
         for index in list(self._kept.present):
-            travelling.set_gradient(self.parameters[index], self._kept.with_added(index, None))
+            released_memory.set_gradient(self.parameters[index], self._kept.with_added(index, None))
             self._kept.forget(index)
         self.is_lent = True
 
@@ -426,7 +426,7 @@ class ChainGradients:
         if self._sender is None:
             shard.complete(totals, self.on_complete)
             return
-        self._take_sent()  # no more than one shard's gradients travel
+        self._take_sent()  # at most one shard's gradients are in flight
         sent = self._sender.send(shard.parameters, totals, f"gradients of {shard.name}")
         self._under_way = shard, sent
 

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_recompute._paddle.travelling import over_same_memory, piece_of
+from paddle_recompute._paddle.released_memory import over_same_memory, piece_of
 from paddle_recompute.distributed import (
     device_group,
     is_distributed,
@@ -30,7 +30,7 @@ _NUM_LANES = 4
 """Of all chains together: a lane has a thread and a group, which stay until the process ends."""
 
 
-class HereSlot:
+class OwnSlot:
     """A slot that keeps a tensor where it is."""
 
     _kept: paddle.Tensor
@@ -200,7 +200,7 @@ class OwnedShard:
             wait = self._carrier.begin([*memory.values()], self._owner, self._name)
             self._coming = memory, wait
 
-    def bring(self) -> None:
+    def load(self) -> None:
         """Let every slot have its parameter. All ranks call this.
 
         Raises:
@@ -214,8 +214,8 @@ class OwnedShard:
             wait()
             self._deal(memory)
 
-    def bring_own(self) -> None:
-        """`bring` on the owner alone, for its update."""
+    def load_own(self) -> None:
+        """`load` on the owner alone, for its update."""
         self._deal(self._own)
 
     def cancel_prefetch(self) -> None:

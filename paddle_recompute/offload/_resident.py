@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import paddle
 
 from paddle_recompute.errors import OffloadError
-from paddle_recompute.offload._away import away_of
 from paddle_recompute.offload._chain import Chain
+from paddle_recompute.offload._offloaded_tensor import offloaded_tensor_of
 
 
 def chains_of(model: paddle.nn.Layer) -> list[Chain]:
@@ -24,7 +24,7 @@ def resident(model: paddle.nn.Layer, *layers: paddle.nn.Layer) -> Iterator[None]
 
     Their Layers run as without offloading: they keep their activations, and no backward computes
     them again. So a penalty on the parameters has the gradient of the plain model (where shards are
-    away and the penalty has several terms for a parameter, up to the order of their sum), and
+    offloaded and the penalty has several terms for a parameter, up to the order of their sum), and
     ``.grad`` can be changed and assigned to. A graph that was made inside may have its backward
     outside; it keeps the memory that it needs. A view or ``detach()`` of a parameter stays as it is
     at the end. What ``.grad`` gave inside is gone then, as after ``clear_grad``; read it again.
@@ -47,13 +47,13 @@ def resident(model: paddle.nn.Layer, *layers: paddle.nn.Layer) -> Iterator[None]
     chains = chains_of(model)
     if not chains:
         raise OffloadError(f"nothing of this {type(model).__name__} is offloaded")
-    wanted = {id(away_of(p)) for layer in layers for p in layer.parameters()}
+    wanted = {id(offloaded_tensor_of(p)) for layer in layers for p in layer.parameters()}
     with contextlib.ExitStack() as stack:
         for chain in chains:
             shards = (
                 number
                 for number, shard in enumerate(chain.shards)
-                if not layers or any(id(away) in wanted for away in shard.parameters)
+                if not layers or any(id(offloaded) in wanted for offloaded in shard.parameters)
             )
             stack.enter_context(chain.resident(shards))
         yield

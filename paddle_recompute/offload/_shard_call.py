@@ -15,7 +15,7 @@ from paddle_recompute._paddle.backward import (
     Backward,
     backward_from,
     current_backward,
-    hand_on,
+    raise_in_caller,
     watch_backward,
 )
 from paddle_recompute.errors import OffloadError, RecomputeError
@@ -249,7 +249,7 @@ class _ShardCall:
                 " which was computed outside of it and needs a gradient; make it an input of the "
                 "Layer, or detach() it"
             )
-            hand_on(error)
+            raise_in_caller(error)
             raise error
 
         hooks = [
@@ -289,7 +289,7 @@ class _ShardCall:
                 "inputs are released, also with retain_graph=True. Call backward() once, on the "
                 "sum of the losses"
             )
-            hand_on(error)
+            raise_in_caller(error)
             raise error
 
     def _check(self, engine: Backward | None) -> None:
@@ -366,6 +366,6 @@ class _Boundary(PyLayer):
         try:
             of_inputs = ctx.call_of_shard.backward(list(gradients))
         except BaseException as error:
-            hand_on(error)
+            raise_in_caller(error)
             raise
         return (None, *of_inputs)

@@ -9,8 +9,8 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.travelling import set_values_of, twin_of
-from paddle_recompute.offload._away import Away, away_of
+from paddle_recompute._paddle.released_memory import set_values_of, twin_of
+from paddle_recompute.offload._offloaded_tensor import OffloadedTensor, offloaded_tensor_of
 from paddle_recompute.offload._resident import chains_of
 
 
@@ -26,11 +26,11 @@ def show_values_in_state_dict(layer: paddle.nn.Layer) -> None:
 
     def show(state: MutableMapping[str, Any]) -> None:
         for key, value in state.items():
-            away = away_of(value)
-            if away is not None and _keeps_nothing.get():
-                away.numpy()  # an exchange between ranks
-            elif away is not None:
-                state[key] = _copy_of(value, away)
+            offloaded = offloaded_tensor_of(value)
+            if offloaded is not None and _keeps_nothing.get():
+                offloaded.numpy()  # an exchange between ranks
+            elif offloaded is not None:
+                state[key] = _copy_of(value, offloaded)
 
     layer.register_state_dict_hook(show)
 
@@ -51,9 +51,9 @@ def take_part_in_state_dict(model: paddle.nn.Layer) -> None:
         _keeps_nothing.reset(token)
 
 
-def _copy_of(parameter: paddle.Tensor, away: Away) -> paddle.Tensor:
+def _copy_of(parameter: paddle.Tensor, offloaded: OffloadedTensor) -> paddle.Tensor:
     """Its values; ``set_value`` of the copy sets the parameter too, as with a plain Layer."""
-    copy = twin_of(parameter, on_host(away.numpy(), parameter.name, parameter.dtype))
+    copy = twin_of(parameter, on_host(offloaded.numpy(), parameter.name, parameter.dtype))
     alone = weakref.ref(copy)  # Paddle 3.3 never frees a tensor with an attribute that holds it
 
     def set_value(value: Any) -> None:

@@ -118,11 +118,11 @@ def offload_layers(model: paddle.nn.Layer, config: RecomputeConfig) -> OffloadRe
     carrier = Carrier() if place == "ranks" else None
     make_slot = RankSlot if place == "ranks" else slots(place, None)
     others = _others(model, layers)
-    with sent_away() as away:
+    with sent_away() as offloaded:
         for layer in layers:
-            send_away(layer, away, make_slot, but=others)
+            send_away(layer, offloaded, make_slot, but=others)
         chain, ranges = chain_of(
-            layers, config.num_shards, away, make_slot, names=names, carrier=carrier
+            layers, config.num_shards, offloaded, make_slot, names=names, carrier=carrier
         )
     shards = tuple(tuple(names[part.start : part.stop]) for part in ranges)
     for number, part in enumerate(ranges):

@@ -9,7 +9,7 @@ import paddle
 
 from paddle_recompute._paddle import device
 from paddle_recompute._paddle.layers import parameters_of_optimizer
-from paddle_recompute._paddle.travelling import has_memory
+from paddle_recompute._paddle.released_memory import has_memory
 from paddle_recompute._paddle.updates import (
     MASTERS,
     SCHEDULE,
@@ -19,9 +19,9 @@ from paddle_recompute._paddle.updates import (
 )
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import owner_of
-from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._chain import Chain, Shard
 from paddle_recompute.offload._gradients import OnComplete
+from paddle_recompute.offload._offloaded_tensor import OffloadedTensor
 from paddle_recompute.offload._state import on_host
 
 MakeOptimizer = Callable[[list[paddle.Tensor]], paddle.optimizer.Optimizer]
@@ -57,7 +57,7 @@ class OffloadOptimizer:
             for shard in chain.shards
             if shard.parameters
         }
-        self._state: dict[int, list[Away]] = {key: [] for key in self._of_shard}
+        self._state: dict[int, list[OffloadedTensor]] = {key: [] for key in self._of_shard}
         """What comes to the device with a shard for its update."""
         self._stepped: set[int] = set()
         self._factor: float | None = None
@@ -199,8 +199,8 @@ class OffloadOptimizer:
             self._rest.set_state_dict(part_of_state(state, owners, rest))
         for shard, optimizer in self._shards():
             own = {parameter.name for parameter in shard.gradients.parameters}
-            for away in self._state[id(shard)]:
-                away.bring()
+            for offloaded in self._state[id(shard)]:
+                offloaded.load()
             optimizer.set_state_dict(part_of_state(state, owners, own))
             # Before its first step an optimizer has master weights alone; the rest of the given
             # state waits, where it is, until the accumulators are made.
@@ -216,18 +216,18 @@ class OffloadOptimizer:
         ]
 
     def _step_of_own(self, chain: Chain) -> None:
-        """Nothing travels: each shard is with the rank that updates it."""
+        """Nothing is sent: each shard is on the rank that updates it."""
         chain.release()
         for index in reversed(range(len(chain.shards))):
             shard = chain.shards[index]
             if shard.is_own:
-                shard.bring_own()
+                shard.load_own()
                 self._step_of(chain, index)
                 shard.release()
                 continue
             shard.gradients.end_step()
-            for away in shard.parameters:
-                away.mark_written_by_owner()
+            for offloaded in shard.parameters:
+                offloaded.mark_written_by_owner()
 
     def _step_of(self, chain: Chain, index: int) -> None:
         shard = chain.shards[index]
@@ -235,14 +235,14 @@ class OffloadOptimizer:
             return
         optimizer = self._of_shard[id(shard)]
         shard.gradients.prefetch()
-        for away in self._state[id(shard)]:
-            away.prefetch()
-        for away in self._state[id(shard)]:
-            away.bring()
+        for offloaded in self._state[id(shard)]:
+            offloaded.prefetch()
+        for offloaded in self._state[id(shard)]:
+            offloaded.load()
         following = chain.shards[index - 1] if index > 0 and chain.prefetch else None
         if following is not None:
-            for away in self._state.get(id(following), ()):
-                away.prefetch()
+            for offloaded in self._state.get(id(following), ()):
+                offloaded.prefetch()
         shard.gradients.give(self._factor)
         optimizer.step()
         shard.gradients.end_step()
@@ -255,20 +255,20 @@ class OffloadOptimizer:
     def _let_state_leave(
         self, shard: Shard, optimizer: paddle.optimizer.Optimizer, *, only_masters: bool = False
     ) -> None:
-        known = {away.key: away for away in self._state[id(shard)]}
+        known = {offloaded.key: offloaded for offloaded in self._state[id(shard)]}
         self._state[id(shard)] = state = [
-            known.get(id(tensor)) or Away(tensor, shard.make_slot())
+            known.get(id(tensor)) or OffloadedTensor(tensor, shard.make_slot())
             for tensor in _tensors_of(optimizer, only_masters)
         ]
-        for away in state:
-            away.mark_written()
-            away.release()
+        for offloaded in state:
+            offloaded.mark_written()
+            offloaded.release()
 
     def _value(self, shard: Shard, tensor: Any) -> Any:
-        away = next((one for one in self._state[id(shard)] if one.key == id(tensor)), None)
-        if away is None:
+        offloaded = next((one for one in self._state[id(shard)] if one.key == id(tensor)), None)
+        if offloaded is None:
             return tensor
-        return on_host(away.numpy(), tensor.name, tensor.dtype)
+        return on_host(offloaded.numpy(), tensor.name, tensor.dtype)
 
 
 def _tensors_of(optimizer: paddle.optimizer.Optimizer, only_masters: bool) -> list[paddle.Tensor]:

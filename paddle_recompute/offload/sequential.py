@@ -12,8 +12,8 @@ import paddle
 from paddle_recompute._paddle.layers import own_sublayers
 from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.offload import _shard_call
-from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._cut import chain_of, send_away, sent_away
+from paddle_recompute.offload._offloaded_tensor import OffloadedTensor
 from paddle_recompute.offload._ranks import Carrier, RankSlot
 from paddle_recompute.offload._resident import resident
 from paddle_recompute.offload._state import show_values_in_state_dict
@@ -104,10 +104,10 @@ class OffloadSequential(paddle.nn.Sequential):
         _check(num_shards, offload, num_microbatches, prefetch)
         carrier = Carrier() if offload == "ranks" else None
         make_slot = RankSlot if offload == "ranks" else slots(offload, offload_folder)
-        with sent_away() as away:
-            self._add(layers, make_slot, away)
+        with sent_away() as offloaded:
+            self._add(layers, make_slot, offloaded)
             self._offload_chain, self._cuts = chain_of(
-                list(self), num_shards, away, make_slot, prefetch=prefetch, carrier=carrier
+                list(self), num_shards, offloaded, make_slot, prefetch=prefetch, carrier=carrier
             )
         self._names = dict.fromkeys(own_sublayers(self))
         self._storage = OFFLOADS[None if offload == "ranks" else offload]
@@ -168,7 +168,7 @@ class OffloadSequential(paddle.nn.Sequential):
         self,
         layers: Iterable[LayerOrFactory],
         make_slot: Callable[[], Any],
-        away: dict[int, Away],
+        offloaded: dict[int, OffloadedTensor],
     ) -> None:
         """Add the Layers one after the other; their parameters leave the device at once."""
         named = (
@@ -179,7 +179,7 @@ class OffloadSequential(paddle.nn.Sequential):
         for name, entry in named:
             layer = entry if isinstance(entry, paddle.nn.Layer) else entry()
             self.add_sublayer(name, layer)
-            send_away(layer, away, make_slot)
+            send_away(layer, offloaded, make_slot)
 
 
 def _one_after_the_other(layers: list[paddle.nn.Layer], *inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which Layers of a model are the blocks that are planned, if nobody names them."""
+"""Which Layers of a model are the blocks that are planned, if the configuration names none."""
 
 from __future__ import annotations
 

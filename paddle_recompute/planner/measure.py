@@ -29,7 +29,7 @@ from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts, maximum, simulate
 from paddle_recompute.planner.signatures import structure_of
-from paddle_recompute.recompute import is_treated, observed, treat_calls, undo_recompute
+from paddle_recompute.recompute import first_wrapped_part, observed, undo_recompute, wrap_calls
 
 if TYPE_CHECKING:
     from paddle_recompute.planner.job import Job
@@ -69,7 +69,7 @@ def measure_step(
         of_calls = dict.fromkeys(job.blocks, 1)
 
         def everything() -> None:
-            treat_calls(job.model, blocks, of_calls, preserve_rng_state=job.preserve_rng_state)
+            wrap_calls(job.model, blocks, of_calls, preserve_rng_state=job.preserve_rng_state)
 
         try:
             costs = run_recorded(job, everything)
@@ -113,7 +113,7 @@ def check_measurable(job: Job) -> None:
             f"'{paddle.get_device()}', so the calls of a step cannot be measured one by one; use "
             "Paddle 3, or load a plan that was made there"
         )
-    if (wrapped := is_treated(job.model)) is not None:
+    if (wrapped := first_wrapped_part(job.model)) is not None:
         raise PlanError(
             f"'{wrapped}' is recomputed already; plan a model that is not, or call "
             "RecomputePlan.remove or unwrap() first"
@@ -135,7 +135,7 @@ def untouched(job: Job) -> Iterator[None]:
     finally:
         undo_recompute(job.model)
         job.clear_gradients()
-        state.put_back()
+        state.restore()
 
 
 def treat_units(
@@ -148,7 +148,7 @@ def treat_units(
     """Recompute the units of `whole` and no others of the calls of `costs`."""
     in_order = sorted(costs.calls, key=lambda call: call.number)
     turns = {call.layer: call.number + 1 for call in in_order}
-    treat_calls(model, whole, turns, preserve_rng_state=preserve_rng_state)
+    wrap_calls(model, whole, turns, preserve_rng_state=preserve_rng_state)
 
 
 def run_recorded(job: Job, treat: Callable[[], None]) -> StepCosts:

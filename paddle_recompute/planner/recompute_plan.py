@@ -19,7 +19,7 @@ from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import StepCosts, Timeline, simulate
 from paddle_recompute.planner.measure import treat_units
 from paddle_recompute.planner.solve import Solution, Units, next_faster, smallest, solve
-from paddle_recompute.recompute import is_treated, undo_recompute
+from paddle_recompute.recompute import first_wrapped_part, undo_recompute
 
 FORMAT = 6
 
@@ -83,7 +83,7 @@ class RecomputePlan:
         Raises:
             PlanError: The plan is of another model, or the model is wrapped already.
         """
-        wrapped = is_treated(model)
+        wrapped = first_wrapped_part(model)
         if wrapped is not None:
             raise PlanError(
                 f"'{wrapped}' is recomputed already; call RecomputePlan.remove(model) first"

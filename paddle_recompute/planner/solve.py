@@ -135,7 +135,7 @@ class _Chain:
     def __init__(self, costs: StepCosts) -> None:
         calls = costs.calls
         back = [calls[e.call].unit for e in costs.events if e.kind == "again"]
-        ahead = [unit for unit in costs.units if unit not in back]  # nobody asks for their inside
+        ahead = [unit for unit in costs.units if unit not in back]  # their activations are not read
         self._order = [*ahead, *reversed(list(dict.fromkeys(back)))]
         places = {unit: place for place, unit in enumerate(self._order)}
         self.is_exact = True

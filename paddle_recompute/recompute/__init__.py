@@ -8,8 +8,8 @@ that a configuration selects.
 from paddle_recompute.recompute._hooks import innermost
 from paddle_recompute.recompute._observed import observed
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
-from paddle_recompute.recompute._plainly import called_plainly
 from paddle_recompute.recompute._storage import PLACES, MakeSlot, Place, Slot, slots
+from paddle_recompute.recompute._without_recompute import without_recompute
 from paddle_recompute.recompute.function import (
     RecomputeOptions,
     recompute,
@@ -25,18 +25,18 @@ from paddle_recompute.recompute.layer import (
     recompute_wrapper,
     replace_class,
 )
-from paddle_recompute.recompute.selection import (
+from paddle_recompute.recompute.layer_selection import (
     RecomputeReport,
     apply_recompute,
     check_patterns,
     grouped,
     layers_matching,
 )
-from paddle_recompute.recompute.treatment import (
-    hands_on,
-    is_treated,
-    treat_calls,
+from paddle_recompute.recompute.wrapping import (
+    first_wrapped_part,
+    passes_input_through,
     undo_recompute,
+    wrap_calls,
     wrapped_layers,
 )
 from paddle_recompute.replay import is_recomputing
@@ -55,24 +55,24 @@ __all__ = [
     "SomeOnHost",
     "WrappedLayer",
     "apply_recompute",
-    "called_plainly",
     "check_patterns",
+    "first_wrapped_part",
     "forward_count",
     "grouped",
-    "hands_on",
     "innermost",
     "is_recomputing",
-    "is_treated",
     "keep",
     "layers_matching",
     "observed",
+    "passes_input_through",
     "recompute",
     "recompute_wrapper",
     "refuse_unknown_options",
     "replace_class",
     "run_recomputed",
     "slots",
-    "treat_calls",
     "undo_recompute",
+    "without_recompute",
+    "wrap_calls",
     "wrapped_layers",
 ]

@@ -2,7 +2,7 @@
 
 ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x) does the work, in its default form, a
 PyLayer; fleet's own function, also where that name was given ours since. What that form gets wrong
-without a word is refused here; what it refuses itself is left to it. ``docs/recompute_cases.md``
+silently is refused here; what it refuses itself is left to it. ``docs/recompute_cases.md``
 has the cases.
 """
 
@@ -19,7 +19,7 @@ from paddle_recompute._paddle.fleet_recompute import fleet_recompute
 from paddle_recompute._paddle.layers import is_initialized, non_trained_state
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import RecomputeError, SelectionError, StaticGraphError
-from paddle_recompute.recompute import _plainly
+from paddle_recompute.recompute import _without_recompute
 from paddle_recompute.recompute.layer import WrappedLayer, replace_class
 
 _ADVICE = "Use recompute.engine: paddle_recompute, which supports this case."
@@ -39,7 +39,7 @@ class FleetRecomputeLayer(WrappedLayer):
             RecomputeError: Fleet's recompute would lose gradients of this call.
             StaticGraphError: A Program is being built.
         """
-        if _plainly.num_running:
+        if _without_recompute.num_running:
             return super().__call__(*args, **kwargs)
         if not is_dygraph():
             raise StaticGraphError(

@@ -1,9 +1,9 @@
 """The hook form of recompute: drop what autograd saves, and run the function again to restore it.
 
 While a function runs for the first time, each tensor that an operator saves for its backward is
-replaced in the graph by a numbered ticket. When the backward asks for the tensor of the first
-ticket, the function runs again. The tensors that its operators save then, in the same order, are
-those of the tickets. The gradients flow through the graph of the *first* run: hooks, parameters and
+replaced in the graph by a numbered handle. When the backward asks for the tensor of the first
+handle, the function runs again. The tensors that its operators save then, in the same order, are
+those of the handles. The gradients flow through the graph of the *first* run: hooks, parameters and
 unused outputs behave as in a plain call.
 
 This is the technique of Paddle's ``use_reentrant=False``. Paddle's own form cannot be used here:
@@ -13,13 +13,13 @@ CPU in 2.6.
 **Nesting.** The outer frame saves the inputs of an inner frame. So an inner frame keeps nothing
 unless its outer frame is being recomputed.
 
-**Ownership.** C++ graph -> ticket -> frame -> inputs, and, after the second run, ticket -> tensor.
-A frame refers to its tickets weakly, so graph, activations and Layer are freed without the garbage
+**Ownership.** C++ graph -> handle -> frame -> inputs, and, after the second run, handle -> tensor.
+A frame refers to its handles weakly, so graph, activations and Layer are freed without the garbage
 collector, and what only a dropped output needs goes with it.
 
 A Layer may hold a tensor of its own forward, such as an auxiliary loss: Layer -> tensor -> graph ->
-ticket -> frame -> Layer is a cycle that Python cannot see. So the first backward that asks a frame
-ends it: for a ticket whose operator has not run then, the frame keeps the tensor of the second run
+handle -> frame -> Layer is a cycle that Python cannot see. So the first backward that asks a frame
+ends it: for a handle whose operator has not run then, the frame keeps the tensor of the second run
 itself, as Paddle would.
 """
 
@@ -37,11 +37,11 @@ from paddle_recompute._paddle.gradients import (
     end_passing_hooks,
     watch_hooks,
 )
-from paddle_recompute._paddle.saved_tensors import Looks, dtype_of
+from paddle_recompute._paddle.saved_tensors import MetadataLists, dtype_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import (
-    Kept,
     Recorder,
+    SavedHandle,
     begin_recording,
     end_recording,
     innermost,
@@ -49,13 +49,18 @@ from paddle_recompute.recompute._hooks import (
 )
 from paddle_recompute.recompute._inputs import fetch, keep
 from paddle_recompute.recompute._offload import InputStorage
-from paddle_recompute.recompute._repetition import EndOfForward, KeptCall, Repetition, checksum
+from paddle_recompute.recompute._recomputation import (
+    EndOfForward,
+    KeptCall,
+    Recomputation,
+    checksum,
+)
 from paddle_recompute.replay import Call
 
 
-class FrameTicket(Kept):
+class FrameHandle(SavedHandle):
     """A placeholder in the graph for a tensor of a frame; after a second run of the frame, the
-    tensor itself lies here, so it goes with the ticket.
+    tensor itself lies here, so it goes with the handle.
     """
 
     __slots__ = ("frame", "is_spent")
@@ -84,17 +89,17 @@ class FrameTicket(Kept):
         return value
 
     def release(self) -> None:
-        """Nobody can ask for it any more."""
+        """It cannot be asked for any more."""
         self.tensor = None
         del self.frame
 
 
-_new_ticket = object.__new__
-"""``FrameTicket()`` would take as long as all that `Frame.pack` reads of a tensor."""
+_new_handle = object.__new__
+"""``FrameHandle()`` would take as long as all that `Frame.pack` reads of a tensor."""
 
 
 class Observer(Protocol):
-    """Is told when calls run (`observed`)."""
+    """Called when calls run (`observed`)."""
 
     def forward(self, name: str, run: Callable[[], Any]) -> Any:
         """Run the call of the Layer `name` for the first time."""
@@ -120,17 +125,17 @@ class Frame:
         self.kept: list[KeptCall] = []
         """The calls of `keep` in its first run."""
         self._end_of_forward: KeptCall | None = None
-        # Of each tensor that operators saved: what it looked like, its checksum, and the ticket,
+        # Of each tensor that operators saved: what it looked like, its checksum, and the handle,
         # which the graph alone keeps.
-        self.looks: Looks = [], [], [], []
+        self.metadata: MetadataLists = [], [], [], []
         self.checksums: dict[int, int] = {}
-        self.tickets: list[weakref.ref[FrameTicket]] = []
+        self.handles: list[weakref.ref[FrameHandle]] = []
         self._is_recording = self._compares_values = False
         self._failed = ""
         """The name of the call, if that raised in its first run."""
         self.is_ending = False
         self.num_awaited = 0
-        """The tickets that were in the graph at the last second run and are not spent."""
+        """The handles that were in the graph at the last second run and are not spent."""
 
     def record(self, storage: InputStorage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call for the first time; returns its result.
@@ -175,7 +180,7 @@ class Frame:
     def _find_end_of_forward(self, call: Call) -> None:
         """If nothing was saved behind the last call of `keep`, its outputs are not needed."""
         last = self.kept[-1]
-        is_end = last.part.has_returned and last.num_saved == len(self.tickets)
+        is_end = last.part.has_returned and last.num_saved == len(self.handles)
         if is_end and not call.compare_values:
             self._end_of_forward = last
             if last.is_alone:
@@ -191,24 +196,24 @@ class Frame:
         self.call = self._inputs = self._end_of_forward = None
         self.kept = []
 
-    def pack(self, tensor: paddle.Tensor) -> FrameTicket:
-        """First run: keep a ticket, and what identifies the tensor in the second run."""
-        dtypes, strides, offsets, sizes = self.looks
-        ticket = _new_ticket(FrameTicket)
-        ticket.frame, ticket.tensor, ticket.layout = self, None, None
-        ticket.is_spent = ticket.is_for_engine = False
-        dtypes.append(dtype_of(tensor))  # `look_of`, without a frame
+    def pack(self, tensor: paddle.Tensor) -> FrameHandle:
+        """First run: keep a handle, and what identifies the tensor in the second run."""
+        dtypes, strides, offsets, sizes = self.metadata
+        handle = _new_handle(FrameHandle)
+        handle.frame, handle.tensor, handle.layout = self, None, None
+        handle.is_spent = handle.is_for_engine = False
+        dtypes.append(dtype_of(tensor))  # `metadata_of`, without a frame
         strides.append(None if tensor.is_contiguous() else tensor.strides)
         offsets.append(tensor.offset)
         sizes.extend(tensor.shape)  # a `paddle.Size` has an addition of its own
         sizes.append(None)
-        self.tickets.append(weakref.ref(ticket))
+        self.handles.append(weakref.ref(handle))
         if self._compares_values:
-            self.checksums[len(self.tickets) - 1] = checksum(tensor)
-        return ticket
+            self.checksums[len(self.handles) - 1] = checksum(tensor)
+        return handle
 
     def recompute(self, is_last: bool) -> None:
-        """Run the call again, for all tickets that are in the graph."""
+        """Run the call again, for all handles that are in the graph."""
         if self._is_recording:
             raise RecomputeError(
                 "A recomputed function asks for gradients of its own intermediate results while "
@@ -236,7 +241,7 @@ class Frame:
             raise
 
     def end(self) -> None:
-        """Release the inputs once all tickets have been asked for the last time, even if an output
+        """Release the inputs once all handles have been asked for the last time, even if an output
         is still referenced: they need not wait for the blocks before this one.
         """
         if not self.is_ending:
@@ -248,22 +253,22 @@ class Frame:
             self.release()
 
     def _end(self) -> None:
-        """Release the inputs at the end of a backward, unless a ticket needs another second run."""
+        """Release the inputs at the end of a backward, unless a handle needs another second run."""
         if all(
-            ticket is None or ticket.is_spent or ticket.tensor is not None
-            for ticket in self._live_tickets()
+            handle is None or handle.is_spent or handle.tensor is not None
+            for handle in self._live_handles()
         ):
             self.release()
 
-    def _live_tickets(self) -> list[FrameTicket | None]:
-        """The tickets; None where one is not in the graph any more."""
-        return [reference() for reference in self.tickets]
+    def _live_handles(self) -> list[FrameHandle | None]:
+        """The handles; None where one is not in the graph any more."""
+        return [reference() for reference in self.handles]
 
     def _recompute(self) -> None:
-        call, tickets = self.call, self._live_tickets()
+        call, handles = self.call, self._live_handles()
         assert call is not None
-        again = Repetition(
-            call, self.kept, self._end_of_forward, self.looks, self.checksums, tickets
+        again = Recomputation(
+            call, self.kept, self._end_of_forward, self.metadata, self.checksums, handles
         )
         args, kwargs = fetch(self._inputs)
         # Enable gradients first: inside an unpack hook they are disabled, and Paddle ignores hooks
@@ -283,7 +288,7 @@ class Frame:
             end_recording()
             set_gradients(had_gradients)
         again.finish()
-        self.num_awaited = sum([not ticket.is_spent for ticket in tickets if ticket is not None])
+        self.num_awaited = sum([not handle.is_spent for handle in handles if handle is not None])
 
 
 _RELEASED = Frame(None)
@@ -307,7 +312,7 @@ def is_inside_a_frame() -> bool:
     return innermost() is not None
 
 
-def run_inside_a_repetition(
+def run_inside_recomputation(
     call: Call, storage: InputStorage, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run an inner `call` while the outer frame is being recomputed."""
@@ -319,11 +324,11 @@ def run_inside_a_repetition(
         end_recording()
 
 
-def is_inside_a_repetition() -> bool:
+def is_inside_recomputation() -> bool:
     """Whether a recomputed function is running for the second time."""
-    return isinstance(innermost(), (Repetition, _DiscardAll))
+    return isinstance(innermost(), (Recomputation, _DiscardAll))
 
 
-def _pack_of(outer: Recorder | None) -> Callable[[paddle.Tensor], Kept | None] | None:
-    """What gives tickets of the `outer` frame, if there is one."""
+def _pack_of(outer: Recorder | None) -> Callable[[paddle.Tensor], SavedHandle | None] | None:
+    """What gives handles of the `outer` frame, if there is one."""
     return None if outer is None else outer.pack

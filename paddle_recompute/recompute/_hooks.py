@@ -2,7 +2,7 @@
 
 Paddle (2.6, 3.x) allows one pair of ``paddle.autograd.saved_tensors_hooks`` at a time. Ours is a
 dispatcher: the innermost `Recorder` gets each tensor that an operator saves for its backward, and
-its result, a `Kept`, replaces the tensor in the graph until the backward asks for it.
+its result, a `SavedHandle`, replaces the tensor in the graph until the backward asks for it.
 
 **Threads.** The pair is in force in all threads of the process, but Paddle calls the hooks in the
 thread that runs the operator or the backward. So each thread has its own recorders, and what a
@@ -25,12 +25,12 @@ from typing import Any, Protocol
 import paddle
 
 from paddle_recompute._nested import describe
-from paddle_recompute._paddle.backward import Backward, current_backward, hand_on
+from paddle_recompute._paddle.backward import Backward, current_backward, raise_in_caller
 from paddle_recompute._paddle.saved_tensors import (
     ENGINE_TAKES_MEMORY,
     PACK_LEAKS_A_REFERENCE,
     PY_LAYER_ASKS,
-    Look,
+    TensorMetadata,
     before_saved_tensors_hooks,
     memory_for_engine,
     pack_references,
@@ -42,8 +42,8 @@ from paddle_recompute._paddle.saved_tensors import (
 from paddle_recompute.errors import RecomputeError
 
 
-class Kept:
-    """Replaces a tensor in the graph that an operator saved: a ticket. It keeps the tensor, with
+class SavedHandle:
+    """Replaces a tensor in the graph that an operator saved: a handle. It keeps the tensor, with
     the version check that Paddle has for tensors that it keeps.
     """
 
@@ -51,7 +51,7 @@ class Kept:
 
     is_for_engine: bool
     """Whether an operator of Paddle asks for it; on Paddle 2.6 alone."""
-    layout: Look | None
+    layout: TensorMetadata | None
     """That of the tensor in whose place it is kept, if it is another."""
     tensor: paddle.Tensor | None
     version: int
@@ -66,7 +66,7 @@ class Kept:
         self.version = version_of(tensor)
 
     def release(self) -> None:
-        """Nobody can ask for it any more."""
+        """It cannot be asked for any more."""
         self.tensor = None
 
     def take(self, is_last: bool, itself: bool) -> paddle.Tensor:
@@ -94,23 +94,23 @@ class Kept:
         memory out of it (2.6).
 
         Args:
-            is_last: Whether nobody will ask for it again.
+            is_last: Whether it is the last request.
             itself: Whether the object that is kept is asked for; a PyLayer asks so.
         """
         return self.take(is_last, itself)
 
 
-def _keep(tensor: paddle.Tensor) -> Kept:
+def _keep(tensor: paddle.Tensor) -> SavedHandle:
     """What a thread does that has no recorder."""
     _pair.register_thread()
-    return Kept(tensor)
+    return SavedHandle(tensor)
 
 
 class Recorder(Protocol):
     """Receives the tensors that operators save."""
 
-    def pack(self, tensor: paddle.Tensor) -> Kept | None:
-        """Take `tensor`; the returned ticket replaces it in the graph. Should not raise."""
+    def pack(self, tensor: paddle.Tensor) -> SavedHandle | None:
+        """Take `tensor`; the returned handle replaces it in the graph. Should not raise."""
 
 
 class _Thread(threading.local):
@@ -118,7 +118,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
-        self.pack: Callable[[paddle.Tensor], Kept | None] = _keep
+        self.pack: Callable[[paddle.Tensor], SavedHandle | None] = _keep
         """Of the innermost recorder."""
         self.is_known = False
         """Whether `_Pair` knows this thread as one that runs operators."""
@@ -217,7 +217,7 @@ def begin_recording(recorder: Recorder) -> bool:
         except ValueError:  # Paddle: "only one pair of hooks is allowed at a time"
             return False
         if PACK_LEAKS_A_REFERENCE:
-            pack_references.give_back()  # of tickets with another unpack hook
+            pack_references.give_back()  # of handles with another unpack hook
     recorders.append(recorder)
     _thread.pack = recorder.pack
     return True
@@ -247,17 +247,17 @@ def _pack(tensor: paddle.Tensor) -> object:
 def _pack_and_note(tensor: paddle.Tensor) -> object:
     """`_pack` where Paddle forgets references to what it returns."""
     thread = _thread
-    ticket = thread.pack(tensor)
-    if ticket is not None:
+    handle = thread.pack(tensor)
+    if handle is not None:
         if not thread.recorders:  # another thread records; this one has no end of recording
             pack_references.give_back()
-        pack_references.note(ticket, sys._getframe(1).f_code)
-    return ticket
+        pack_references.note(handle, sys._getframe(1).f_code)
+    return handle
 
 
-def _unpack(ticket: Kept | None) -> paddle.Tensor:
+def _unpack(handle: SavedHandle | None) -> paddle.Tensor:
     try:
-        if ticket is None:
+        if handle is None:
             raise RecomputeError(
                 "paddle.grad or backward was called inside a function that is being recomputed. "
                 "Move that part out of the recomputed function."
@@ -267,24 +267,24 @@ def _unpack(ticket: Kept | None) -> paddle.Tensor:
         asker = sys._getframe(1)
         if backward is not None:
             if asker.f_code is PY_LAYER_ASKS:
-                return _value_for_py_layer(ticket, is_last, asker.f_locals["self"], backward)
+                return _value_for_py_layer(handle, is_last, asker.f_locals["self"], backward)
             if backward.given:  # another operator asks: the backward of that PyLayer is over
                 backward.py_layer, backward.given = None, {}
-        return ticket.value(is_last)
+        return handle.value(is_last)
     except BaseException as error:
-        hand_on(error)
+        raise_in_caller(error)
         raise
 
 
 def _value_for_py_layer(
-    ticket: Kept, is_last: bool, context: Any, backward: Backward
+    handle: SavedHandle, is_last: bool, context: Any, backward: Backward
 ) -> paddle.Tensor:
     """The value for the PyLayer of `context`, which may ask several times in its backward."""
     if backward.py_layer is not context:
         backward.py_layer, backward.given = context, {}
-    if ticket not in backward.given:
-        backward.given[ticket] = ticket.value(is_last, itself=True)
-    value = backward.given[ticket]
+    if handle not in backward.given:
+        backward.given[handle] = handle.value(is_last, itself=True)
+    value = backward.given[handle]
     # Of an output, ``stop_gradient`` was not known yet when it was saved.
     if backward.creates_graph and _may_need_gradient(value):
         raise RecomputeError(

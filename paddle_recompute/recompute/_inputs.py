@@ -12,14 +12,14 @@ from paddle_recompute._nested import describe
 from paddle_recompute._paddle.backward import is_last_backward
 from paddle_recompute._paddle.layers import is_initialized, is_parameter
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute._hooks import Kept
+from paddle_recompute.recompute._hooks import SavedHandle
 from paddle_recompute.recompute._offload import InputStorage
 from paddle_recompute.replay import Stamp, is_written_since, released
 from paddle_recompute.replay import stamp as stamp_of
 
 
 class Input:
-    """An argument tensor of a call, and how to restore it: from a tensor, a ticket of the outer
+    """An argument tensor of a call, and how to restore it: from a tensor, a handle of the outer
     frame, or what `InputStorage.keep` returned.
 
     Not a dataclass, because `map_leaves` would look for tensors inside it.
@@ -57,7 +57,7 @@ class Input:
             if is_parameter(source):
                 return source
             tensor = source
-        elif isinstance(source, Kept):
+        elif isinstance(source, SavedHandle):
             tensor = source.value(is_last_backward())
         else:
             tensor = source.load()
@@ -73,7 +73,7 @@ class Input:
 def keep(
     inputs: Any,
     storage: InputStorage,
-    pack: Callable[[paddle.Tensor], Kept | None] | None,
+    pack: Callable[[paddle.Tensor], SavedHandle | None] | None,
     what: str = "An argument",
 ) -> Any:
     """`inputs` with every tensor replaced by an `Input` that can restore it.
@@ -81,7 +81,7 @@ def keep(
     Args:
         inputs: The arguments of a call.
         storage: Keeps tensors that no outer frame keeps. Parameters are kept as they are.
-        pack: Gives the tickets of the outer frame; None: there is no outer frame.
+        pack: Gives the handles of the outer frame; None: there is no outer frame.
         what: What each is, in errors.
     """
     kept: dict[int, Input] = {}

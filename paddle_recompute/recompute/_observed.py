@@ -1,4 +1,4 @@
-"""To be told when Layers run, for the first time and again: for measurements."""
+"""Observe when Layers run, for the first time and again: for measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paddle_recompute.recompute.layer import WrappedLayer, replace_class
 
 @contextlib.contextmanager
 def observed(layers: Mapping[str, paddle.nn.Layer], observer: Observer) -> Iterator[None]:
-    """Inside, `observer` is told of every call of `layers` that builds a graph."""
+    """Inside, `observer` is called for every call of `layers` that builds a graph."""
     for name, layer in layers.items():
         layer._observer = observer, name
         replace_class(layer, _ObservedLayer)
@@ -28,7 +28,7 @@ def observed(layers: Mapping[str, paddle.nn.Layer], observer: Observer) -> Itera
 
 
 class _ObservedLayer(WrappedLayer):
-    """A Layer whose calls an `Observer` is told of."""
+    """A Layer whose calls an `Observer` sees."""
 
     _added: ClassVar[tuple[str, ...]] = ("_observer",)
     _observer: tuple[Observer, str]

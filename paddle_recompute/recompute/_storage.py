@@ -16,7 +16,7 @@ import paddle
 from paddle_recompute._nested import dtype_name
 from paddle_recompute._paddle import device
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute._paddle.travelling import over_same_memory
+from paddle_recompute._paddle.released_memory import over_same_memory
 from paddle_recompute.errors import OffloadError
 
 Place = Literal["host", "disk"]

@@ -18,12 +18,12 @@ from paddle_recompute._paddle.fleet_recompute import fleet_recompute, options_of
 from paddle_recompute._paddle.translation import never_translate, set_translator
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import ConfigError, RecomputeError
-from paddle_recompute.recompute import _plainly
+from paddle_recompute.recompute import _without_recompute
 from paddle_recompute.recompute._frames import (
     Frame,
     HooksAreTaken,
-    is_inside_a_repetition,
-    run_inside_a_repetition,
+    is_inside_recomputation,
+    run_inside_recomputation,
 )
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
 from paddle_recompute.recompute.program.marked_call import BY_ITSELF, Mark, run_marked
@@ -249,7 +249,7 @@ def run_recomputed(
     Raises:
         ConfigError: In dygraph, the call is part of a segment.
     """
-    if _plainly.num_running:
+    if _without_recompute.num_running:
         return function(*args, **kwargs)
     if not is_dygraph():
         if options.context_fn is not None:
@@ -272,8 +272,8 @@ def run_recomputed(
     try:
         if not paddle.is_grad_enabled():
             return call.run(args, kwargs)
-        if is_inside_a_repetition():
-            return run_inside_a_repetition(call, storage, args, kwargs)
+        if is_inside_recomputation():
+            return run_inside_recomputation(call, storage, args, kwargs)
         if mark.segment:
             raise ConfigError(
                 f"recompute.policy: segments joins {call.name} with its neighbours, which a "

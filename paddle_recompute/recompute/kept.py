@@ -1,7 +1,7 @@
 """`keep`: a part of a recomputed function that its second forward does not run.
 
 Of what the operators of the part save for their backward, that which lies in the memory of an
-argument becomes a ticket as elsewhere: the second forward computes the argument again, and packs a
+argument becomes a handle as elsewhere: the second forward computes the argument again, and packs a
 view of it. The rest is kept, and so are the outputs. A part that is one matrix product, or a fused
 attention, so costs the bytes of its outputs.
 """
@@ -21,8 +21,8 @@ from paddle_recompute import _nested
 from paddle_recompute._nested import describe
 from paddle_recompute._paddle.layers import is_initialized
 from paddle_recompute._paddle.saved_tensors import (
-    Look,
-    look_of,
+    TensorMetadata,
+    metadata_of,
     version_of,
     with_layout,
 )
@@ -32,18 +32,18 @@ from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute._paddle.writes import address_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _inputs
-from paddle_recompute.recompute._frames import Frame, is_inside_a_repetition
+from paddle_recompute.recompute._frames import Frame, is_inside_recomputation
 from paddle_recompute.recompute._hooks import (
-    Kept,
     Recorder,
+    SavedHandle,
     begin_recording,
     enclosing,
     end_recording,
 )
 from paddle_recompute.recompute._offload import InputStorage, OnDevice
-from paddle_recompute.recompute._repetition import EndOfForward, KeptCall, Repetition
+from paddle_recompute.recompute._recomputation import EndOfForward, KeptCall, Recomputation
 from paddle_recompute.recompute.layer import WrappedLayer
-from paddle_recompute.replay import REPETITION_ADVICE, StateAfter, is_written_since, name_of
+from paddle_recompute.replay import RECOMPUTATION_ADVICE, StateAfter, is_written_since, name_of
 from paddle_recompute.replay import stamp as stamp_of
 
 
@@ -53,7 +53,7 @@ def keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     The second forward of the recomputed function does not run `function`: it takes the outputs of
     the first one. The backward of `function` uses what its operators saved in the first forward.
-    Kept until then are the outputs and what the operators saved, without what lies in the memory of
+    Until then the outputs and what the operators saved are kept, but for what lies in the memory of
     an argument: a linear layer costs the bytes of its output. Random streams, buffers of the Layers
     that `function` calls, and tensors that it assigns to them, go on as behind the first call.
     Anywhere else, and in the second forward of `GradCache` and `OffloadSequential`, this is the
@@ -85,8 +85,8 @@ def keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with kept_operators():
             return function(*args, **kwargs)
     recorders = enclosing()
-    if is_inside_a_repetition():
-        repetition = next(one for one in recorders if isinstance(one, Repetition))
+    if is_inside_recomputation():
+        repetition = next(one for one in recorders if isinstance(one, Recomputation))
         if not repetition.has_ended:
             return _again(repetition, recorders[0], function, args, kwargs)
     frames = [*itertools.takewhile(lambda one: isinstance(one, Frame), recorders)]
@@ -131,7 +131,7 @@ class _Part:
     Attributes:
         name: Of its function, in errors.
         called: How it was called: its function, and the tensors among its arguments.
-        ties: Of each of its tickets: which of these has the tensor in its memory, their looks.
+        ties: Of each of its handles: which of these has the tensor in its memory, their metadata.
         outputs: A `_Tied` or `_inputs.Input` for each tensor; None: they are not needed.
         state: Of the Layers that it calls, as it leaves them.
         has_returned: Whether its first forward did; if it raised, it runs again.
@@ -142,7 +142,7 @@ class _Part:
     def __init__(self, function: Callable[..., Any], given: list[paddle.Tensor]) -> None:
         self.name = f"keep({name_of(function)})"
         self.called = _described(function, given)
-        self.ties: list[tuple[int, Look, Look]] = []
+        self.ties: list[tuple[int, TensorMetadata, TensorMetadata]] = []
         self.outputs: Any = None
         self.state = StateAfter()
         self.has_returned = False
@@ -177,25 +177,25 @@ def _first(
         part.state.end()
         for frame in frames:
             frame.kept.append(
-                KeptCall(part, frame.call.streams_now(), len(frame.tickets), len(frames) == 1)
+                KeptCall(part, frame.call.streams_now(), len(frame.handles), len(frames) == 1)
             )
     return outputs
 
 
 def _again(
-    repetition: Repetition,
+    repetition: Recomputation,
     recorder: Recorder,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The outputs of a part, in a second forward; `recorder` gets what its tickets stand for."""
+    """The outputs of a part, in a second forward; `recorder` gets what its handles stand for."""
     given = [*_nested.tensors_in((args, kwargs))]
     kept, called = next(repetition.kept, None), _described(function, given)
     if kept is None or kept.part.called != called:
         raise RecomputeError(
             f"The second forward calls {called}, where its first forward called "
-            f"{'no keep' if kept is None else kept.part.called}. {REPETITION_ADVICE}"
+            f"{'no keep' if kept is None else kept.part.called}. {RECOMPUTATION_ADVICE}"
         )
     part: _Part = kept.part
     if not part.has_returned:
@@ -204,8 +204,8 @@ def _again(
             return function(*args, **kwargs)
         finally:
             end_recording()
-    for position, was, look in part.ties:
-        recorder.pack(_over(given[position], was, look))
+    for position, was, metadata in part.ties:
+        recorder.pack(_over(given[position], was, metadata))
     if kept is repetition.end:
         repetition.has_ended = True
         raise EndOfForward
@@ -215,9 +215,9 @@ def _again(
         if type(leaf) is not _Tied:
             return leaf
         tensor = given[leaf.position]
-        if leaf.look is None:
+        if leaf.metadata is None:
             return tensor
-        tensor = _over(tensor, leaf.was, leaf.look)
+        tensor = _over(tensor, leaf.was, leaf.metadata)
         tensor.stop_gradient = leaf.stop_gradient
         return tensor
 
@@ -225,47 +225,61 @@ def _again(
 
 
 class _Tied:
-    """An output that is an argument (`look`: None), or lies in the memory of one."""
+    """An output that is an argument (`metadata`: None), or lies in the memory of one."""
 
-    __slots__ = ("look", "position", "stop_gradient", "was")
+    __slots__ = ("metadata", "position", "stop_gradient", "was")
 
-    def __init__(self, position: int, was: Look, look: Look | None, stop_gradient: bool) -> None:
-        self.position, self.was, self.look, self.stop_gradient = position, was, look, stop_gradient
+    def __init__(
+        self,
+        position: int,
+        was: TensorMetadata,
+        metadata: TensorMetadata | None,
+        stop_gradient: bool,
+    ) -> None:
+        self.position, self.was, self.metadata, self.stop_gradient = (
+            position,
+            was,
+            metadata,
+            stop_gradient,
+        )
 
 
 class _Keeping:
     """Receives what the operators of a part save.
 
     Args:
-        recorder: Gives the tickets of what lies in the memory of an argument.
+        recorder: Gives the handles of what lies in the memory of an argument.
         given: The tensors among the arguments.
         ties: See `_Part`.
     """
 
     def __init__(
-        self, recorder: Recorder, given: list[paddle.Tensor], ties: list[tuple[int, Look, Look]]
+        self,
+        recorder: Recorder,
+        given: list[paddle.Tensor],
+        ties: list[tuple[int, TensorMetadata, TensorMetadata]],
     ) -> None:
         self._recorder, self._given, self._ties = recorder, given, ties
-        self._looks = [*map(look_of, given)]
+        self._metadata = [*map(metadata_of, given)]
         self._memories = [*map(_memory_of, given)]
         self._kept: list[weakref.ref[_Waiting]] = []
 
-    def pack(self, tensor: paddle.Tensor) -> Kept | None:
-        position, look = self._where(tensor)
+    def pack(self, tensor: paddle.Tensor) -> SavedHandle | None:
+        position, metadata = self._where(tensor)
         if position is None:
             kept = _Waiting(tensor)
             self._kept.append(weakref.ref(kept))
             return kept
-        self._ties.append((position, self._looks[position], look))
+        self._ties.append((position, self._metadata[position], metadata))
         return self._recorder.pack(tensor)
 
-    def _where(self, tensor: paddle.Tensor) -> tuple[int | None, Look]:
-        """Which argument has all elements of `tensor` in its memory; and the look of `tensor`."""
-        look, memory = look_of(tensor), _memory_of(tensor)
-        for position, (was, one) in enumerate(zip(self._looks, self._memories, strict=True)):
-            if one is not None and one == memory and _covers(was, look, tensor.element_size()):
-                return position, look
-        return None, look
+    def _where(self, tensor: paddle.Tensor) -> tuple[int | None, TensorMetadata]:
+        """Which argument has all elements of `tensor` in its memory; and metadata of `tensor`."""
+        metadata, memory = metadata_of(tensor), _memory_of(tensor)
+        for position, (was, one) in enumerate(zip(self._metadata, self._memories, strict=True)):
+            if one is not None and one == memory and _covers(was, metadata, tensor.element_size()):
+                return position, metadata
+        return None, metadata
 
     def keep_outputs(self, outputs: Any, storage: InputStorage, part: _Part) -> Any:
         """The `outputs` of `part` for the second forward, where `storage` keeps tensors; there it
@@ -275,13 +289,13 @@ class _Keeping:
         def tied(leaf: Any) -> Any:
             if not _nested.is_tensor(leaf):
                 return leaf
-            for position, (tensor, was) in enumerate(zip(self._given, self._looks, strict=True)):
+            for position, (tensor, was) in enumerate(zip(self._given, self._metadata, strict=True)):
                 if tensor is leaf:
                     return _Tied(position, was, None, leaf.stop_gradient)
-            where, look = self._where(leaf)
+            where, metadata = self._where(leaf)
             if where is None:
                 return leaf
-            return _Tied(where, self._looks[where], look, leaf.stop_gradient)
+            return _Tied(where, self._metadata[where], metadata, leaf.stop_gradient)
 
         once = _Once(storage)
         for reference in self._kept if not isinstance(storage, OnDevice) else ():
@@ -299,13 +313,13 @@ class _Once:
         self._kept: dict[Any, Any] = {}
 
     def keep(self, tensor: paddle.Tensor) -> Any:
-        key = address_of(tensor), str(look_of(tensor))
+        key = address_of(tensor), str(metadata_of(tensor))
         if key not in self._kept:
             self._kept[key] = self._storage.keep(tensor)
         return self._kept[key]
 
 
-class _Waiting(Kept):
+class _Waiting(SavedHandle):
     """What a part keeps: on the device, or where the inputs of its function wait."""
 
     __slots__ = ("_away", "_stays", "_stop_gradient")
@@ -324,10 +338,10 @@ class _Waiting(Kept):
         kept = storage.keep(tensor)
         if not _nested.is_tensor(kept):
             self._away, self._stop_gradient = kept, tensor.stop_gradient
-            self.layout, self.tensor = look_of(tensor), None
+            self.layout, self.tensor = metadata_of(tensor), None
 
     def value(self, is_last: bool, itself: bool = False) -> paddle.Tensor:
-        """See `Kept`."""
+        """See `SavedHandle`."""
         if self.tensor is None and self._away is not None:
             tensor = self._away.load()
             tensor.stop_gradient = self._stop_gradient
@@ -337,7 +351,7 @@ class _Waiting(Kept):
         return super().value(is_last, itself)
 
 
-# ------------------------------------------------------------------------------- looks and memory
+# ---------------------------------------------------------------------------- metadata and memory
 
 
 def _memory_of(tensor: paddle.Tensor) -> int | None:
@@ -346,7 +360,7 @@ def _memory_of(tensor: paddle.Tensor) -> int | None:
     return None if address is None or not tensor.size else address - tensor.offset
 
 
-def _covers(whole: Look, part: Look, itemsize: int) -> bool:
+def _covers(whole: TensorMetadata, part: TensorMetadata, itemsize: int) -> bool:
     """Whether every element of a tensor is one of another in the same memory, which looks like it
     or has no gaps.
     """
@@ -359,20 +373,20 @@ def _covers(whole: Look, part: Look, itemsize: int) -> bool:
     return bool(part[2] + last * itemsize < offset + math.prod(shape) * itemsize)
 
 
-def _strides_of(look: Look) -> Any:
-    _, strides, _, shape = look
+def _strides_of(metadata: TensorMetadata) -> Any:
+    _, strides, _, shape = metadata
     if strides is None:
         return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return strides
 
 
-def _over(tensor: paddle.Tensor, was: Look, look: Look) -> paddle.Tensor:
-    """The tensor of `look` in the memory of `tensor`, of which it lay in that of the look `was`."""
-    if look == was:
+def _over(tensor: paddle.Tensor, was: TensorMetadata, metadata: TensorMetadata) -> paddle.Tensor:
+    """The tensor of `metadata` in the memory of `tensor`, whose metadata were `was`."""
+    if metadata == was:
         return tensor
     flag = "FLAGS_use_stride_kernel"
     with paddle.no_grad():
         memory = with_layout(tensor.detach(), was)
         if paddle.get_flags(flag)[flag]:
-            return paddle.as_strided(memory, look[3], _strides_of(look), look[2])
-        return paddle.reshape(memory, look[3])
+            return paddle.as_strided(memory, metadata[3], _strides_of(metadata), metadata[2])
+        return paddle.reshape(memory, metadata[3])

@@ -198,7 +198,7 @@ def wrap(
         mark: How its calls are marked in a Program.
         plan: For each call in a step, whether it is recomputed; empty: every call is. The calls
             that build a graph are counted, which is right as long as every step makes the same
-            calls; otherwise a call gets the treatment of another one, which costs memory or time
+            calls; otherwise a call is recomputed as another one, which costs memory or time
             and changes no number.
     """
     if isinstance(layer, RecomputeLayer):

@@ -1,11 +1,11 @@
 """Run a user's function once and repeat it exactly: random streams, flags, buffers."""
 
-from paddle_recompute.replay.call import REPETITION_ADVICE, Call, is_recomputing, name_of
+from paddle_recompute.replay.call import RECOMPUTATION_ADVICE, Call, is_recomputing, name_of
 from paddle_recompute.replay.called_layers import on_every_call
+from paddle_recompute.replay.captured_state import CapturedState, layers_of
 from paddle_recompute.replay.layer_state import StateAfter
 from paddle_recompute.replay.model_stamp import ModelStamp
-from paddle_recompute.replay.random_streams import Draws, RngState
-from paddle_recompute.replay.reach import Reach, layers_of
+from paddle_recompute.replay.rng_state import RngReplay, RngState
 from paddle_recompute.replay.writes import (
     Stamp,
     is_written_since,
@@ -13,16 +13,16 @@ from paddle_recompute.replay.writes import (
     released,
     stamp,
     stamp_in_place,
-    travels,
+    watch_offloaded,
     watch_writes,
 )
 
 __all__ = [
-    "REPETITION_ADVICE",
+    "RECOMPUTATION_ADVICE",
     "Call",
-    "Draws",
+    "CapturedState",
     "ModelStamp",
-    "Reach",
+    "RngReplay",
     "RngState",
     "Stamp",
     "StateAfter",
@@ -35,6 +35,6 @@ __all__ = [
     "released",
     "stamp",
     "stamp_in_place",
-    "travels",
+    "watch_offloaded",
     "watch_writes",
 ]

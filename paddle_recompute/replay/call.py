@@ -1,4 +1,4 @@
-"""A call of a user's function, and its exact repetition.
+"""A call of a user's function, and its exact recomputation.
 
 Recompute runs a function twice. `Call` records what the second run needs to repeat the first:
 random streams, AMP state, train/eval flags, buffers, and a description of the outputs.
@@ -20,13 +20,13 @@ from paddle_recompute._paddle.backward import is_raised_by_an_operator, set_grad
 from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
-from paddle_recompute.replay.flags import flag_of, put_back_flags
+from paddle_recompute.replay.captured_state import CapturedState
+from paddle_recompute.replay.flags import flag_of, restore_flags
 from paddle_recompute.replay.layer_state import LayerState, StateAfter
-from paddle_recompute.replay.random_streams import Draws, RngState
-from paddle_recompute.replay.reach import Reach
+from paddle_recompute.replay.rng_state import RngReplay, RngState
 from paddle_recompute.replay.snapshot import Undo
 
-REPETITION_ADVICE = (
+RECOMPUTATION_ADVICE = (
     "A recomputed function must do the same thing twice: look for state that it changes, such as a "
     "cache of keys and values among its arguments (use_cache=False avoids it), a global that it "
     "reads, or randomness outside Paddle, NumPy and Python's random."
@@ -63,12 +63,24 @@ class Call:
     """
 
     __slots__ = (
-        "_amp", "_context", "_draws", "_layers", "_name", "_parameters", "_reach", "_returned",
-        "_second", "check", "compare_values", "context_fn", "function", "preserve_rng_state",
+        "_amp",
+        "_captured",
+        "_context",
+        "_draws",
+        "_layers",
+        "_name",
+        "_parameters",
+        "_returned",
+        "_second",
+        "check",
+        "compare_values",
+        "context_fn",
+        "function",
+        "preserve_rng_state",
     )  # fmt: skip
 
-    _draws: Draws | None
-    _reach: Reach
+    _draws: RngReplay | None
+    _captured: CapturedState
     _layers: LayerState
 
     def __init__(
@@ -115,23 +127,25 @@ class Call:
         self._parameters = (parameters, [*map(flag_of, parameters)]) if parameters else None
         self._amp = amp_state()
         self._context = contextvars.copy_context() or None
-        like = before if before is not None and before._reach.is_settled and not opaque else None
+        like = before if before is not None and before._captured.is_settled and not opaque else None
         if like is None:
-            reach = self._reach = Reach(self.function, (args, kwargs) if opaque else ())
+            captured = self._captured = CapturedState(
+                self.function, (args, kwargs) if opaque else ()
+            )
         else:
-            reach = self._reach = like._reach
+            captured = self._captured = like._captured
         if like is None or not like._layers.is_unchanged():
             like = None
-            with_statistics = self.compare_values or reach.reads_statistics
-            self._layers = LayerState(reach.snapshot.layers, with_statistics=with_statistics)
+            with_statistics = self.compare_values or captured.reads_statistics
+            self._layers = LayerState(captured.snapshot.layers, with_statistics=with_statistics)
         else:
             self._layers = like._layers
         draws = self._draws = None
         if self.preserve_rng_state:
-            of_the_host = reach.may_draw
+            uses_host_rng = captured.may_draw
             if before is not None and before._draws is not None:
-                of_the_host |= before._draws.of_the_host  # a Layer that the search did not find
-            draws = self._draws = Draws(of_the_host=of_the_host, may_seed=reach.may_seed)
+                uses_host_rng |= before._draws.uses_host_rng  # a Layer that the search did not find
+            draws = self._draws = RngReplay(uses_host_rng=uses_host_rng, may_seed=captured.may_seed)
         begin_reporting(self._layers.known, self._add_called)
         try:
             outputs = self.run(args, kwargs)
@@ -141,13 +155,13 @@ class Call:
                 draws.end_first()
         if like is None:
             self._layers.after_forward()
-        reach.after_forward()
+        captured.after_forward()
         for tensor, stamp in stamps:
             if _writes.is_written_since(tensor, stamp):
                 raise RecomputeError(
-                    f"{self.name} changes {_argument(args, kwargs, tensor)} in place, "
+                    f"{self.name} changes {_argument(args, kwargs, tensor)} in location, "
                     "so the second forward would read other values than the first. Let it "
-                    "change a copy (x = x.clone() before the in-place operation)."
+                    "change a copy (x = x.clone() before the in-location operation)."
                 )
         self._returned = _outline(outputs) if self.check else []
         return outputs
@@ -166,9 +180,9 @@ class Call:
     def _add_called(self, layer: paddle.nn.Layer) -> None:
         """Watch `layer`, which the first forward calls and the search did not find."""
         if self._draws is not None:
-            self._draws.read_host()
-        self._reach.add_called(layer)
-        self._layers.add_called(layer, with_statistics=self._reach.reads_statistics)
+            self._draws.read_host_rng()
+        self._captured.add_called(layer)
+        self._layers.add_called(layer, with_statistics=self._captured.reads_statistics)
 
     def streams_now(self) -> RngState | None:
         """In `first`: the random streams now, for `go_on_from`; None: `repeat` leaves them."""
@@ -183,8 +197,8 @@ class Call:
             self._draws.go_on_from(streams)
 
     def captured_with_graph(self) -> Iterator[tuple[str, paddle.Tensor]]:
-        """See `Reach`."""
-        return self._reach.captured_with_graph()
+        """See `CapturedState`."""
+        return self._captured.captured_with_graph()
 
     def repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function again, with gradients enabled, as `first` ran it.
@@ -203,11 +217,11 @@ class Call:
             undo.append(functools.partial(setattr, of_all, "amp_dtype", of_all.amp_dtype))
             if (amp := set_amp_state(self._amp)) is not self._amp:
                 undo.append(functools.partial(set_amp_state, amp))
-            may_change = self._reach.may_change_flags
+            may_change = self._captured.may_change_flags
             if self._parameters is not None:
-                put_back_flags(*self._parameters, undo, may_change=may_change)
-            self._reach.put_back(undo)
-            self._layers.put_back(undo, may_change_flags=may_change)
+                restore_flags(*self._parameters, undo, may_change=may_change)
+            self._captured.restore(undo)
+            self._layers.restore(undo, may_change_flags=may_change)
             self._layers.refuse_new_layers(self, undo)
             undo.append(functools.partial(set_gradients, set_gradients(True)))
             outputs = self._run_again(args, kwargs)
@@ -232,10 +246,10 @@ class Call:
             context = contextvars.Context() if context is None else context.copy()
             return context.run(self.run, args, kwargs, again=True)
         except BaseException as error:
-            if _is_of_the_repetition(error):
+            if _is_from_recomputation(error):
                 raise RecomputeError(
                     f"The second forward of {self.name} raised {type(error).__name__}, its "
-                    f"first forward did not: {_first_line(error)}. {REPETITION_ADVICE}"
+                    f"first forward did not: {_first_line(error)}. {RECOMPUTATION_ADVICE}"
                 ) from error
             _add_note(error, f"This happened in the second forward of {self.name}.")
             raise
@@ -249,14 +263,14 @@ class Call:
         )
         raise RecomputeError(
             f"{self.name} returned something else in its second forward: {was} became {now}. "
-            f"{REPETITION_ADVICE}"
+            f"{RECOMPUTATION_ADVICE}"
         )
 
 
 _PLAIN = frozenset({int, float, str, bytes, complex, bool, type(None)})
 
 
-def _is_of_the_repetition(error: BaseException) -> bool:
+def _is_from_recomputation(error: BaseException) -> bool:
     """Whether `error` comes of the difference between the forwards, and not from the user."""
     if not isinstance(error, Exception) or isinstance(error, (PaddleRecomputeError, MemoryError)):
         return False

@@ -1,7 +1,7 @@
 """Report each Layer at the moment a forward calls it.
 
-The search that starts at the function (`reach`) cannot follow everything: an import inside a
-function, a queue, a weak reference, a descriptor. A Layer that is called nevertheless is reported
+The search that starts at the function (`captured_state`) cannot follow everything: an import inside
+a function, a queue, a weak reference, a descriptor. A Layer that is called nevertheless is reported
 here, before its forward reads or changes its state.
 """
 

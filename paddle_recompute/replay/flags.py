@@ -14,7 +14,7 @@ CHANGED_BY = frozenset({"stop_gradient", "trainable"})
 """Names in code that may change a flag."""
 
 
-def put_back_flags(
+def restore_flags(
     tensors: list[paddle.Tensor], flags: list[bool], undo: list[Any], *, may_change: bool
 ) -> None:
     """Give `tensors` the `flags` that they had; `undo` gets what gives back those of now.

@@ -34,9 +34,9 @@ from paddle_recompute._paddle.layers import (
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
-from paddle_recompute.replay.contents import content_of, hold, is_same
+from paddle_recompute.replay.detached_values import detach_value, is_same, original_of
 from paddle_recompute.replay.flags import flag_of
-from paddle_recompute.replay.places import ABSENT, fill_dict
+from paddle_recompute.replay.locations import ABSENT, fill_dict
 from paddle_recompute.replay.snapshot import Undo
 
 SMALL_BYTES = 64 * 1024
@@ -52,7 +52,7 @@ class _Buffer:
     """
 
     def __init__(self, tensor: paddle.Tensor, mode: bool) -> None:
-        self._held = hold(tensor)
+        self._held = detach_value(tensor)
         self._mode = mode
         self._stamp, self._flag = _writes.stamp(tensor), flag_of(tensor)
         self._copy: paddle.Tensor | None = _copy(tensor)
@@ -77,7 +77,7 @@ class _Buffer:
         copy = _copy(self._unwritten(name))
         copy.stop_gradient = self._flag
         # What a function that is recomputed inside asks about the copy is known of the tensor.
-        known = _is_unwritten.get((id(content_of(self._held)), self._mode))
+        known = _is_unwritten.get((id(original_of(self._held)), self._mode))
         if known is not None:
             _remember(copy, self._mode, known[1])
         return copy
@@ -85,7 +85,7 @@ class _Buffer:
     def _unwritten(self, name: str) -> paddle.Tensor:
         if self._copy is not None:
             return self._copy
-        tensor: paddle.Tensor = content_of(self._held)
+        tensor: paddle.Tensor = original_of(self._held)
         if not is_initialized(tensor):
             raise RecomputeError(_writes.released(f"The buffer '{name}'"))
         if _writes.is_written_since(tensor, self._stamp):
@@ -106,10 +106,10 @@ def is_unwritten(
 ) -> bool:
     """Whether a forward has not changed a buffer since it had the stamp `before`; False if unknown.
 
-    The first time this is told by the value, because kernels may write without anybody counting it
-    (BatchNorm's do): that reads one number on the host. From then on nothing is read: a buffer that
-    was left alone is taken to be left alone as long as no write is counted (`_writes`), and one
-    that was changed uncounted is taken to be changed.
+    The first time the values are compared, because kernels may write without raising
+    ``inplace_version`` (BatchNorm's do): that reads one number on the host. From then on nothing is
+    read: a buffer that was left alone is taken to be left alone as long as no write is counted
+    (`_writes`), and one that was changed uncounted is taken to be changed.
 
     Args:
         tensor: The buffer.
@@ -182,7 +182,7 @@ class _Holder:
             )
         )
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Let the dict be as before the first forward, with copies."""
         now = self.tensors
         for name, buffer in self.before.items():
@@ -293,7 +293,7 @@ class LayerState:
             and all(holder.is_unchanged() for holder in self._holders)
         )
 
-    def put_back(self, undo: Undo, *, may_change_flags: bool) -> None:
+    def restore(self, undo: Undo, *, may_change_flags: bool) -> None:
         """Let buffers, and ``stop_gradient`` of parameters, be as before the first forward, and
         every buffer a copy that the forward may write to, until `undo`.
 
@@ -305,9 +305,9 @@ class LayerState:
         self._empty_all_but(())
         for holder in self._holders:
             undo.append(functools.partial(fill_dict, holder.tensors, dict(holder.tensors)))
-            holder.put_back()
+            holder.restore()
         for stamps in self._stamps:
-            stamps.put_back_flags(undo, may_change=may_change_flags)
+            stamps.restore_flags(undo, may_change=may_change_flags)
         written = {id(tensor) for stamps in self._stamps for tensor in stamps.written()}
         if written:
             by_forward = set[int]().union(*(stamps.by_forward for stamps in self._stamps))
@@ -421,7 +421,7 @@ class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
             raise RecomputeError(_writes.released(f"The parameter '{parameter.name}'"))
         raise RecomputeError(
             f"{what} was changed between the forward and the backward (by an optimizer, set_value, "
-            "set_state_dict or in place), so the forward cannot be repeated. Run the backward "
+            "set_state_dict or in location), so the forward cannot be repeated. Run the backward "
             "before the change."
         )
 

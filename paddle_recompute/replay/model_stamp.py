@@ -17,8 +17,8 @@ from paddle_recompute._paddle.layers import (
     forward_pre_hooks,
     own_sublayers,
 )
+from paddle_recompute.replay.captured_state import read_by
 from paddle_recompute.replay.names import kind_of
-from paddle_recompute.replay.reach import read_by
 
 _DICTS = (dict, collections.OrderedDict)
 _TOLD_BY_VALUE = (bool, int, float, complex, type(None), str, bytes)
@@ -27,7 +27,7 @@ _members_of = itemgetter(*SUBLAYERS_AND_HOOKS)
 
 class ModelStamp:
     """What the forwards of a model read: classes, sublayers, hooks and attributes of its Layers;
-    and what `reach` finds in plain objects, lists, dicts, globals and closures.
+    and what `captured_state` finds in plain objects, lists, dicts, globals and closures.
 
     Args:
         model: The model.
@@ -41,17 +41,17 @@ class ModelStamp:
     def change(self) -> str:
         """What is not as it was at the last call, or when the stamp was made; "" if nothing.
 
-        Where every entry is the object that it was, which is compared in C, no place is looked at.
+        Where every entry is the object that it was, which is compared in C, no location is read.
         After a change, what came with it is watched, too.
         """
-        is_rest_same = all(place.is_unchanged() for place in self._rest)
+        is_rest_same = all(location.is_unchanged() for location in self._rest)
         if is_rest_same and all(map(is_, self._entries_now(), self._seen)):
             return ""
         then = self._held
         self._look()
-        for place in {**then, **self._held}:
-            label, one = then.get(place, ("", _ABSENT))
-            label, other = self._held.get(place, (label, _ABSENT))
+        for location in {**then, **self._held}:
+            label, one = then.get(location, ("", _ABSENT))
+            label, other = self._held.get(location, (label, _ABSENT))
             is_equal = type(one) is type(other) and isinstance(one, _TOLD_BY_VALUE) and one == other
             if one is not other and not is_equal:
                 return label
@@ -60,43 +60,45 @@ class ModelStamp:
     def _look(self) -> None:
         """Look at all that the model reaches now."""
         names, texts, found = read_by((self._model, *self._code))
-        self._layers, self._rest = found.layers, found.places
+        self._layers, self._rest = found.layers, found.locations
         self._dicts = [*map(vars, self._layers)]
         known = {id(one): name for name, one in self._model.named_sublayers(include_self=True)}
         paths = [known.get(id(one)) or type(one).__name__ for one in self._layers]
-        places: list[tuple[str, dict[Any, Any], Callable[[Any], bool] | None]] = []
+        locations: list[tuple[str, dict[Any, Any], Callable[[Any], bool] | None]] = []
         """Label, dict and which of its keys matter; None: all."""
         for layer, name in zip(self._layers, paths, strict=True):
             label = "{}" if layer is self._model else f"{name}.{{}}"
-            places.append((label, vars(layer), _read_by(layer, names)))
-            places.append((label, own_sublayers(layer), None))
+            locations.append((label, vars(layer), _read_by(layer, names)))
+            locations.append((label, own_sublayers(layer), None))
             if layer is not self._model:  # whose own hooks run around its Program, not in it
                 for hooks in (forward_pre_hooks(layer), forward_post_hooks(layer)):
-                    places.append((f"the hooks of {name}", hooks, None))
+                    locations.append((f"the hooks of {name}", hooks, None))
         inner, named = {}, set()
         own = {id(one) for entries in self._dicts for one in entries.values()}
         for container, read in found.beside_layers():
             if read is not None:
-                places.append(("{}", container, read.__contains__))
+                locations.append(("{}", container, read.__contains__))
             elif type(container) in _DICTS and id(container) not in own:
                 # It may count steps, too: what matters are the keys that the code names.
-                places.append(("{}", container, lambda key: type(key) is not str or key in texts))
+                locations.append(
+                    ("{}", container, lambda key: type(key) is not str or key in texts)
+                )
                 named.add(id(container))
             else:
                 inner[id(container)] = container
-        self._entries = [entries for _, entries, _ in places]
-        self._whole = [entries for _, entries, matters in places if matters is None]
+        self._entries = [entries for _, entries, _ in locations]
+        self._whole = [entries for _, entries, matters in locations if matters is None]
         self._read: dict[itemgetter[Any], dict[Any, Any]] = {}
-        for _, entries, matters in places:
+        for _, entries, matters in locations:
             if matters is not None and (keys := [*filter(matters, entries)]):
                 self._read[itemgetter(*keys, keys[0])] = entries  # of one key it gives no tuple
         inner |= {id(one): one for one in self._values_now() if type(one) in (list, *_DICTS)}
         self._containers = [one for key, one in inner.items() if key not in named]
-        # Not a tensor with its graph: where there is one, each place is looked at each time.
+        # Not a tensor with its graph: where there is one, each location is looked at each time.
         self._seen = [*map(_without_graph, [*self._entries_now()])]
         self._held = {
             (id(entries), key, at): (label.format(key), _without_graph(one))
-            for label, entries, matters in places
+            for label, entries, matters in locations
             for key, value in [*entries.items()]
             if matters is None or matters(key)
             for at, one in enumerate([value, *_inside(value)])

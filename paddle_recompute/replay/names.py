@@ -16,11 +16,11 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import attributes_of_every_layer
-from paddle_recompute._paddle.random_streams import (
+from paddle_recompute._paddle.rng_state import (
     DRAWING_FROM_PADDLE_ALONE,
     MODULES_BEHIND_ATTRIBUTES,
 )
-from paddle_recompute.replay.places import FLAG
+from paddle_recompute.replay.locations import FLAG
 
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"}
@@ -134,7 +134,7 @@ class Codes:
         ]
 
     def are_current(self) -> bool:
-        """Whether nobody has replaced or added a function since."""
+        """Whether no function was replaced or added since."""
         try:
             for reference, size, read, codes in self._codes:
                 owner = reference()
@@ -222,7 +222,7 @@ class _InPaddle:
             self._codes = Codes(dict.fromkeys(PADDLE, self._names))
 
     def check(self) -> None:
-        """Forget what is known if somebody has replaced a function of Paddle."""
+        """Clear the cache if a function of Paddle was replaced."""
         if not self._codes.are_current():
             _kinds.clear()
             foreign_in_paddle.cache_clear()
@@ -242,7 +242,9 @@ def foreign_in_paddle(names: frozenset[str]) -> list[types.FunctionType]:
         if type(one) is types.FunctionType  # `functools.wraps` copies ``__module__``, not globals
         and not (
             is_deterministic(one.__module__)
-            and ((place := one.__globals__.get("__name__")) in _WRAPPED_BY or is_library(place))
+            and (
+                (location := one.__globals__.get("__name__")) in _WRAPPED_BY or is_library(location)
+            )
         )
     ]
 
@@ -297,16 +299,16 @@ def _codes_of(owner: Any, names: AbstractSet[str]) -> tuple[Callable[[Any], Any]
         if _is_function(entries[name]):
             paths.append(f"{name}{_FUNCTIONS[type(entries[name])]}.__code__")
         elif isinstance(entries[name], _CONSTANTS):
-            paths.append(f"{name}.__class__")  # a function may take its place
+            paths.append(f"{name}.__class__")  # a function may take its location
     read: Callable[[Any], Any] = attrgetter(*paths) if paths else nothing
     return read, read(owner)
 
 
 def _is_function(value: Any) -> bool:
     """Whether `value`, of a class or module, is a function whose code can be read."""
-    place = _FUNCTIONS.get(type(value))
-    return place is not None and hasattr(
-        attrgetter(place[1:])(value) if place[1:] else value, "__code__"
+    location = _FUNCTIONS.get(type(value))
+    return location is not None and hasattr(
+        attrgetter(location[1:])(value) if location[1:] else value, "__code__"
     )
 
 

@@ -1,7 +1,7 @@
-"""What the places that a function reads hold, side by side in flat lists, compared by identity.
+"""What the locations that a function reads hold, side by side in flat lists, compared by identity.
 
-One comparison is a handful of calls of C code over all places. A place that differs is handled by
-its `Place` (`places`), which is made only then.
+One comparison is a handful of calls of C code over all locations. A location that differs is
+handled by its `Location` (`locations`), which is made only then.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import BUFFERS, MEMBER_DICTS, STATISTICS, layers_below
+from paddle_recompute.replay.locations import FLAG, Entries, Items, Location, fill_dict
 from paddle_recompute.replay.names import Reader, reader_of
-from paddle_recompute.replay.places import FLAG, Entries, Items, Place, fill_dict
 
 _flat = chain.from_iterable
 _members_of, _buffers_of = itemgetter(*MEMBER_DICTS), itemgetter(BUFFERS)
@@ -32,17 +32,17 @@ class Snapshot:
 
     Attributes:
         layers: The Layers.
-        places: What cannot be compared by identity, and what the first forward changed.
+        locations: What cannot be compared by identity, and what the first forward changed.
     """
 
     __slots__ = (
         "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts", "_members",
-        "_num_buffers", "_num_read", "_readers", "_sizes", "_values", "layers", "places",
+        "_num_buffers", "_num_read", "_readers", "_sizes", "_values", "layers", "locations",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.layers: list[paddle.nn.Layer] = []
-        self.places: list[Place] = []
+        self.locations: list[Location] = []
         self._layer_dicts: list[dict[str, Any]] = []
         # Of the `MEMBER_DICTS` of each Layer: their lengths, and all that they hold.
         self._members: list[int] = []
@@ -127,8 +127,8 @@ class Snapshot:
         content = iter(self._content)
         return [[*islice(content, count)] for count in self._num_read]
 
-    def _changed(self) -> dict[int, Place]:
-        """The places that differ, made as they were, by the number of the container."""
+    def _changed(self) -> dict[int, Location]:
+        """The locations that differ, made as they were, by the number of the container."""
         rows = zip(self._readers, self._containers, strict=True)
         try:
             now = [read(container) for (_, read, _), container in rows]
@@ -138,28 +138,28 @@ class Snapshot:
                 return {}  # nearly always
         except KeyError:
             pass
-        places: dict[int, Place] = {}
+        locations: dict[int, Location] = {}
         fields = zip(self._containers, self._readers, self._held(), self._sizes, strict=True)
         for number, (container, reader, before, size) in enumerate(fields):
             if _is_same(container, reader, before, size):
                 continue
             found, _, names = reader
-            place: Place
+            location: Location
             if names is None:
-                place = Items(container, before)
+                location = Items(container, before)
             else:
-                place = Entries(container, names, dict(zip(found, before, strict=True)), size)
-            if not place.is_unchanged():
-                places[number] = place
-        self._tell_states(places.values())
-        return places
+                location = Entries(container, names, dict(zip(found, before, strict=True)), size)
+            if not location.is_unchanged():
+                locations[number] = location
+        self._tell_states(locations.values())
+        return locations
 
-    def _tell_states(self, places: Iterable[Place]) -> None:
+    def _tell_states(self, locations: Iterable[Location]) -> None:
         """Tell those of a Layer whether its numbers are part of a state: there are, or were,
         buffers beside them. They are not where it has built Layers or parameters and no buffers:
         they tell that these are built.
         """
-        found = [one for one in places if isinstance(one, Entries) and type(one.entries) is dict]
+        found = [one for one in locations if isinstance(one, Entries) and type(one.entries) is dict]
         if not found:
             return
         numbers = {id(entries): number for number, entries in enumerate(self._layer_dicts)}
@@ -188,7 +188,7 @@ class Snapshot:
         return (
             not self._changed()
             and self._has_same_members()
-            and all(place.is_unchanged() for place in self.places)
+            and all(location.is_unchanged() for location in self.locations)
         )
 
     def after_forward(self) -> bool:
@@ -197,21 +197,21 @@ class Snapshot:
         Returns:
             `is_unchanged`, now that this is accepted.
         """
-        self._tell_states(self.places)
-        for place in self.places:
-            place.after_forward()
+        self._tell_states(self.locations)
+        for location in self.locations:
+            location.after_forward()
         if changed := self._changed():
             held = self._held()
-            for number, place in reversed(changed.items()):
-                place.after_forward()
-                self.places.append(place)
+            for number, location in reversed(changed.items()):
+                location.after_forward()
+                self.locations.append(location)
                 for fields in (self._containers, self._readers, self._sizes, self._num_read, held):
                     del fields[number]
             self._content = [*_flat(held)]
         if not self._has_same_members():
             self._accept_built_members()
             return self.is_unchanged()
-        return all(place.is_unchanged() for place in self.places)
+        return all(location.is_unchanged() for location in self.locations)
 
     def _accept_built_members(self) -> None:
         """Those that the forward has added, or set in place of None; one that it has exchanged for
@@ -229,35 +229,35 @@ class Snapshot:
         self._keys = [*_flat(accepted)]
         self._values = [*_flat(map(_values_of, accepted))]
 
-    def put_back(self, undo: Undo) -> None:
+    def restore(self, undo: Undo) -> None:
         """Restore the content of before; `undo` gets what undoes this, and what the second forward
-        then changes, but what `Place.after_forward` accepts of that.
+        then changes, but what `Location.after_forward` accepts of that.
 
         Where nothing was changed so far, by the first forward or by others, a second one that
         does not raise is not looked at afterwards: it does what the first did.
         """
         changed = self._changed()
-        for place in (*self.places, *changed.values()):
-            undo.append(place.put_back() or functools.partial(_put_back_after, place))
-        undo.append(functools.partial(self._put_back_content, changed))
+        for location in (*self.locations, *changed.values()):
+            undo.append(location.restore() or functools.partial(_restore_after, location))
+        undo.append(functools.partial(self._restore_content, changed))
         if self._has_same_members():
-            undo.append(self._put_back_members_after)
+            undo.append(self._restore_members_after)
             return
         for entries in self._member_dicts():
             undo.append(functools.partial(fill_dict, entries, dict(entries)))
-        self._put_back_members()
+        self._restore_members()
 
-    def _put_back_content(self, but: dict[int, Place]) -> None:
+    def _restore_content(self, but: dict[int, Location]) -> None:
         if but or _is_raising():
-            for number, place in self._changed().items():
+            for number, location in self._changed().items():
                 if number not in but:
-                    _put_back_after(place)
+                    _restore_after(location)
 
-    def _put_back_members_after(self) -> None:
+    def _restore_members_after(self) -> None:
         if (self._exchanges_members or _is_raising()) and not self._has_same_members():
-            self._put_back_members()
+            self._restore_members()
 
-    def _put_back_members(self) -> None:
+    def _restore_members(self) -> None:
         for entries, before in zip(self._member_dicts(), self._members_before(), strict=True):
             fill_dict(entries, before)
 
@@ -273,7 +273,7 @@ def _is_raising() -> bool:
     return sys.exc_info()[0] is not None
 
 
-def _put_back_after(place: Place) -> None:
+def _restore_after(location: Location) -> None:
     """Put back what a forward has changed, as after the first one."""
-    place.after_forward()
-    place.put_back()
+    location.after_forward()
+    location.restore()

@@ -1,6 +1,6 @@
 """Which tensors were written to since a forward; no value is read to find out.
 
-``Tensor.inplace_version`` counts in-place operators only: the kernels of optimizers,
+``Tensor.inplace_version`` counts in-location operators only: the kernels of optimizers,
 ``set_value``, ``set_state_dict``, ``copy_`` and ``assign`` of an array do not raise it (2.6.2,
 3.3.1). If we raised it for them, plain backwards that Paddle allows today would fail. So these
 writes are counted here, by address: each write advances a clock, and the last tick of each address
@@ -23,7 +23,7 @@ import paddle
 from paddle_recompute._paddle import layers, writes
 from paddle_recompute._paddle.saved_tensors import version_of
 from paddle_recompute._paddle.writes import address_of, addresses_of
-from paddle_recompute.replay.flags import flag_of, put_back_flags
+from paddle_recompute.replay.flags import flag_of, restore_flags
 
 
 class Stamp(NamedTuple):
@@ -33,11 +33,11 @@ class Stamp(NamedTuple):
     tick: int
     address: int | None
     content: int | None = None
-    """Only of a tensor that travels; see `travels`."""
+    """Only of an offloaded tensor; see `watch_offloaded`."""
 
 
 _tick = 0
-_any_travels = False
+_any_is_offloaded = False
 _last_write: dict[int, int] = {}
 """Address -> tick of the last write there. Allocators reuse addresses, so this stays small."""
 _sorted: list[int] = []
@@ -57,15 +57,15 @@ watch_writes = functools.partial(writes.watch_writes, note_write)
 """Count writes from now on."""
 
 
-def travels(parameter: paddle.Tensor, content: Callable[[], int]) -> None:
+def watch_offloaded(parameter: paddle.Tensor, content: Callable[[], int]) -> None:
     """From now on, the memory of `parameter` comes and goes; an address tells nothing of it.
 
     Args:
         parameter: Keeps `content`.
         content: Its number, another one after each write to `parameter`, wherever it is.
     """
-    global _any_travels
-    _any_travels = True
+    global _any_is_offloaded
+    _any_is_offloaded = True
     parameter._paddle_recompute_content = content
 
 
@@ -89,7 +89,7 @@ class Stamps:
         self._tensors, self._addresses = tensors, addresses
         self._tick = _tick
         self._versions = [*map(version_of, tensors)]
-        self._stamps = [*map(stamp, tensors)] if _any_travels else None
+        self._stamps = [*map(stamp, tensors)] if _any_is_offloaded else None
         self._flags = [*map(flag_of, tensors)]
         self.by_forward: AbstractSet[int] = frozenset()
 
@@ -98,9 +98,9 @@ class Stamps:
         if self._tick != _tick or [*map(version_of, self._tensors)] != self._versions:
             self.by_forward = {*map(id, self.written())}
 
-    def put_back_flags(self, undo: list[Any], *, may_change: bool) -> None:
-        """See `flags.put_back_flags`."""
-        put_back_flags(self._tensors, self._flags, undo, may_change=may_change)
+    def restore_flags(self, undo: list[Any], *, may_change: bool) -> None:
+        """See `flags.restore_flags`."""
+        restore_flags(self._tensors, self._flags, undo, may_change=may_change)
 
     def written(self) -> list[paddle.Tensor]:
         """Those of the tensors that were written to since."""
@@ -121,14 +121,14 @@ class Stamps:
 
 def stamp(tensor: paddle.Tensor) -> Stamp:
     """The stamp of `tensor` now, for `is_written_since`."""
-    content = _content_of(tensor) if _any_travels else None
+    content = _content_of(tensor) if _any_is_offloaded else None
     if content is not None:
         return Stamp(version_of(tensor), _tick, None, content)
     return stamp_in_place(tensor)
 
 
 def stamp_in_place(tensor: paddle.Tensor) -> Stamp:
-    """`stamp` of a tensor that will not travel before it is asked for."""
+    """`stamp` of a tensor that stays on its device until it is compared."""
     is_parameter = layers.is_parameter(tensor)
     return Stamp(version_of(tensor), _tick, address_of(tensor) if is_parameter else None)
 
@@ -150,7 +150,9 @@ def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
     address = address_of(tensor)
     if address is None:
         return False
-    return any(_last_write[place] > then.tick for place in _written_places(tensor, address))
+    return any(
+        _last_write[location] > then.tick for location in _written_addresses(tensor, address)
+    )
 
 
 def released(what: str) -> str:
@@ -167,7 +169,7 @@ def _content_of(tensor: paddle.Tensor) -> int | None:
     return content() if content is not None else None
 
 
-def _written_places(tensor: paddle.Tensor, address: int) -> list[int]:
+def _written_addresses(tensor: paddle.Tensor, address: int) -> list[int]:
     """The written addresses inside the memory of `tensor`."""
     global _sorted
     if len(_sorted) != len(_last_write):

@@ -2,7 +2,7 @@
 
 Each trained parameter has one owner (`_owners`), whose optimizer alone has its moments.
 `GradientSync` gives every rank all gradients, as without sharding; `ShardedOptimizer` updates what
-this rank owns, and the new values travel from their owners to all ranks (`_travel`). For a
+this rank owns, and the new values travel from their owners to all ranks (`_all_gather`). For a
 checkpoint the state is gathered tensor by tensor: it is that of the replicated run.
 """
 

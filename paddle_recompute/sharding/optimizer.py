@@ -20,8 +20,8 @@ from paddle_recompute.distributed import (
 )
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
 from paddle_recompute.replay import note_write
+from paddle_recompute.sharding._all_gather import ParameterAllGather
 from paddle_recompute.sharding._owners import check_model, check_optimizer, parts_of_ranks
-from paddle_recompute.sharding._travel import Travel
 
 
 class ShardedOptimizer:
@@ -81,7 +81,7 @@ class ShardedOptimizer:
         self._parameter_list = check_model(model, len(ranks))
         self._known = {id(parameter) for parameter in self._parameter_list}
         self._walk = ParameterWalk(model)
-        self._travel: Travel | None = None
+        self._travel: ParameterAllGather | None = None
         parts = parts_of_ranks(self._parameter_list, len(ranks))
         own = parts[0]
         if len(ranks) > 1:
@@ -89,7 +89,7 @@ class ShardedOptimizer:
                 self._names(), self._parameter_list, structured=True, scope=scope_of(group)
             )
             own = parts[ranks.index(dist.get_rank())]
-            self._travel = Travel(parts, self._parameter_list, group)
+            self._travel = ParameterAllGather(parts, self._parameter_list, group)
         self._num_updates = 0
         self.owned = frozenset(parameter.name for parameter in own)
         """Paddle's names of the parameters that this rank owns."""

@@ -16,7 +16,7 @@ from paddle.optimizer import lr
 from paddle_recompute._paddle.static import buffers, native, training
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
 from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError, first_sentence
-from paddle_recompute.recompute import apply_recompute, is_treated, undo_recompute
+from paddle_recompute.recompute import apply_recompute, first_wrapped_part, undo_recompute
 from paddle_recompute.static_graph._trained_program import ScopeState
 from paddle_recompute.static_graph.options import StaticConfig
 from paddle_recompute.train_step import LOSS_PREFIX, decayed_parameters, make_optimizer
@@ -85,7 +85,7 @@ class ProgramBuilder:
         """Inside, parts of the dygraph `model` are wrapped as those of the Program's are, unless
         it is wrapped already.
         """
-        if is_treated(model) is not None:
+        if first_wrapped_part(model) is not None:
             yield
             return
         self._wrap(model)

@@ -105,7 +105,7 @@ class ScopeState:
             section: {
                 name: as_array(value)
                 for name, value in values.items()
-                if not name.endswith(f":{NOT_UPDATED}")  # what it lacks is told as missing
+                if not name.endswith(f":{NOT_UPDATED}")  # what it lacks is reported as missing
             }
             for section, values in state.items()
         }

@@ -11,7 +11,7 @@ import paddle
 from paddle_recompute._paddle.static import native
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.options import NOT_IN_A_PROGRAM, RecomputeConfig
-from paddle_recompute.recompute import RecomputedFunction, RecomputeLayer, hands_on
+from paddle_recompute.recompute import RecomputedFunction, RecomputeLayer, passes_input_through
 from paddle_recompute.static_graph._request import NO_LOSS_SCALE
 from paddle_recompute.static_graph.options import HasStaticConfig, StaticConfig, static_config
 
@@ -108,7 +108,7 @@ def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:
     for layer in model.sublayers(include_self=True):
         if isinstance(layer, RecomputeLayer):
             segment = layer._recompute_mark.segment
-            if segment or not hands_on(layer):  # else the Program has no operator of it
+            if segment or not passes_input_through(layer):  # else the Program has no operator of it
                 names[segment or layer._recompute_name] = None
         for value in vars(layer).values():
             if isinstance(value, RecomputedFunction):

@@ -3,8 +3,8 @@
 `TrainStep` sends each micro-batch through a `backward` (of a loss, or of a gradient cache), in the
 autocast of `mixed_precision`; the last one synchronizes the ranks. Then it looks through the
 `parameters`, divides their `gradients` by the loss scale, clips and updates, or leaves the step
-out; loss and norm stay on the device until somebody looks (`unread_steps`), where that is possible.
-`optimizer` makes the optimizer and its schedule, `optimizer_state` names its moments.
+out; loss and norm stay on the device until they are read (`pending_metrics`), where that is
+possible. `optimizer` makes the optimizer and its schedule, `optimizer_state` names its moments.
 `compile_model` runs the model as Programs instead, which `trusted_programs` compares with eager
 execution.
 """

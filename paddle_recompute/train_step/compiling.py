@@ -74,7 +74,7 @@ def compile_model(
             Program of their own when they first come.
         or_eager: If `model` cannot be converted, leave it as it is, and return the reason. If a
             Program differs from eager execution later, go on without it, with a warning.
-        verify: False: trust Paddle's conversion. Its gradients may then be wrong without a word.
+        verify: False: trust Paddle's conversion. Its gradients may then be silently wrong.
 
     Raises:
         StaticGraphError: `model` cannot be converted, and not `or_eager`. On Paddle 2.6 this is

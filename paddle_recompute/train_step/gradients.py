@@ -64,7 +64,7 @@ def unscale(
         [g.astype(dtype) for g in gradients] if alike.keys() - {dtype} else gradients
     )
     if offloaded is not None:
-        # In the order of the parameters, offloaded or not: so that the sum has the same bits.
+        # In the order of the parameters, offloaded or not: so that the sum is bitwise identical.
         own, others = iter(squares), offloaded.squares()
         squares = [
             next(own) if gradient_of(p) is not None else others[id(p)]

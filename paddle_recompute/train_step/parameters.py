@@ -61,7 +61,7 @@ class TrainedParameters:
         self._find(self._walk.parameters())
         self._warn_of_not_updated()
 
-    def look_through(self, sync: GradientSync) -> None:
+    def note_trained(self, sync: GradientSync) -> None:
         """Find out what is trained now; it may have changed since the last step.
 
         Raises:
@@ -114,7 +114,7 @@ class TrainedParameters:
         """Clear the gradients of all of them, and of what was frozen with one.
 
         Args:
-            after_error: Whether the step has failed, maybe before `look_through`.
+            after_error: Whether the step has failed, maybe before `note_trained`.
         """
         # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
         self._optimizer.clear_grad(set_to_zero=False)

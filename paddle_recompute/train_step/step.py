@@ -58,7 +58,7 @@ class StepResult:
 
         Raises:
             DivergenceError: It is not finite, or the norm is not, in this step or in one before
-                that nobody has looked at.
+                whose loss was not read.
         """
         return self._known()[0]
 

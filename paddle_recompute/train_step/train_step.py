@@ -40,8 +40,13 @@ from paddle_recompute.train_step.parameters import (
     offload_optimizer,
     synchronization_of,
 )
+from paddle_recompute.train_step.pending_metrics import (
+    Outcome,
+    PendingMetrics,
+    divergence,
+    read_all,
+)
 from paddle_recompute.train_step.step import LOSS_PREFIX, StepResult
-from paddle_recompute.train_step.unread_steps import Outcome, UnreadSteps, divergence, read_all
 
 SLOW = 0.2
 """Seconds; a step that takes longer looks whether `use_cpu_settings` would make it faster."""
@@ -69,7 +74,7 @@ class TrainStep:
     3. the ranks' gradients are averaged, still scaled: an overflow on one rank reaches all,
     4. gradients become float32 and are divided by the scale,
     5. loss and gradient are finite, or not: the same on all ranks, which agreed on the loss and
-       have the same bits of the mean gradient,
+       have bitwise identical mean gradients,
     6. if they are: clipping, by the norm of the whole synchronized gradient, and the update; if
        not, neither, on any rank. What the forward has written into buffers, such as the statistics
        of a BatchNorm, stays,
@@ -189,7 +194,7 @@ class TrainStep:
         self._accumulate_steps = accumulate_steps
         self._clip_grad_norm = clip_grad_norm
         self._num_examples = num_examples or self._backward.count
-        self._unread = UnreadSteps(self._backward.explain)
+        self._unread = PendingMetrics(self._backward.explain)
         self._is_examined = False
 
     @ends_all_ranks()
@@ -226,7 +231,7 @@ class TrainStep:
         try:
             losses = self._forward_backward(micro_batches, divisors, loss_scale)
             synchronized = time.perf_counter()
-            self._parameters.look_through(self._sync)
+            self._parameters.note_trained(self._sync)
             gradients, norm = unscale(
                 self._parameters.updated,
                 loss_scale,
@@ -347,7 +352,7 @@ class TrainStep:
         Raises:
             CheckpointError: The optimizer updates a parameter that is neither of `model` nor of
                 `loss`; or it has only a part of its state, as under fleet's sharding.
-            DivergenceError: A step was not finite that nobody has looked at.
+            DivergenceError: A step was not finite whose loss was not read.
             SyncError: An update of a `ShardedOptimizer` did not reach all ranks, or a rank failed.
         """
         self._unread.look()

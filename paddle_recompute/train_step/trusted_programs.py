@@ -21,7 +21,7 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state
-from paddle_recompute._paddle.backward import hand_on, is_last_backward, watch_backward
+from paddle_recompute._paddle.backward import is_last_backward, raise_in_caller, watch_backward
 from paddle_recompute._paddle.flat import is_frozen
 from paddle_recompute._paddle.layers import (
     is_initialized,
@@ -48,7 +48,7 @@ from paddle_recompute.comparison import (
     moved,
     on_host,
 )
-from paddle_recompute.distributed import is_distributed, withdrawals
+from paddle_recompute.distributed import collective_fallback, is_distributed
 from paddle_recompute.errors import StaticGraphError, first_sentence
 from paddle_recompute.replay import ModelStamp, RngState
 
@@ -76,7 +76,7 @@ class ProgramKeeper:
         self._occasions: dict[Any, Occasions] = {}
         self.refusal = ""
         watch_backward()
-        withdrawals.take_part(model, self)
+        collective_fallback.take_part(model, self)
 
     @property
     def model(self) -> paddle.nn.Layer:
@@ -96,7 +96,7 @@ class ProgramKeeper:
             if fault := draws_elsewhere(state.streams):
                 raise StaticGraphError(fault)
         finally:
-            state.put_back()
+            state.restore()
 
     def check(self, made: compiled.Conversion) -> None:
         """Refuse what Paddle is known to convert wrongly, before it can crash.
@@ -128,7 +128,7 @@ class ProgramKeeper:
             )
         if made.calls_fleet:
             raise StaticGraphError(
-                "it calls fleet's recompute, which to_static drops without a word; call "
+                "it calls fleet's recompute, which to_static drops silently; call "
                 "patch_fleet() before, or use recompute.engine: paddle_recompute"
             )
 
@@ -158,7 +158,7 @@ class ProgramKeeper:
                 f"the Program of {name} is not its forward: {reason}. Change it, or use "
                 "train.compile: auto (or_eager=True), which goes on in eager execution"
             )
-        if is_distributed() and self.model.training and not withdrawals.is_told():
+        if is_distributed() and self.model.training and not collective_fallback.is_told():
             raise StaticGraphError(
                 f"the Program of {name} is not its forward: {reason}. No GradientSync tells the "
                 "other ranks to go on in eager execution; make one on all ranks, or do not compile"
@@ -216,7 +216,7 @@ def _watching_inputs(outputs: Any, args: Any) -> Any:
                 "an input of a compiled model was changed in place between its forward and its "
                 "backward, which may read other numbers; change a copy"
             )
-            hand_on(error)
+            raise_in_caller(error)
             raise error
         if is_last_backward():  # `outputs` may live on
             tensors.clear()
@@ -330,7 +330,7 @@ class _Comparison:
         except DifferenceError as difference:
             return str(difference)
         finally:
-            self._state.put_back()
+            self._state.restore()
         return ""
 
     def _in_dygraph(self, moved_by: int) -> Run:

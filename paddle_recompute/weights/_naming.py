@@ -98,8 +98,8 @@ _FAMILIES: dict[str, dict[Naming, _Family]] = {
     },
 }
 _OUR_BLOCK = "encoder.layers.{}."
-_IN_A_BLOCK = re.compile(r"encoder\.layers\.(\d{1,4})\.(.+)")  # nobody has more blocks
-# A table of 2, 4, 8 ... positions with 2 rows before it. Smaller ones are nobody's.
+_IN_A_BLOCK = re.compile(r"encoder\.layers\.(\d{1,4})\.(.+)")  # no known model has more blocks
+# A table of 2, 4, 8 ... positions with 2 rows before it. No known model has smaller ones.
 _ROBERTA_ROWS = tuple(2**power + 2 for power in range(6, 17))
 _COUNT_FROM_2 = ("roberta", "camembert", "mpnet", "longformer")
 
@@ -120,7 +120,7 @@ class Renamed:
 
 
 def naming_of(arrays: Iterable[str]) -> Naming | None:
-    """Whose names these are; None: nobody's that is known here."""
+    """Whose names these are; None: no library that is known here."""
     found = _found(arrays)
     return found[0] if found else None
 

@@ -3,7 +3,7 @@
 Such a file is a pickle: a small program that may name any function of the reader's Python and call
 it. Here a name is looked up in `_ALLOWED` and nowhere else. It holds the dozen names that
 `paddle.save` writes, and functions of this module in their place. Any other name ends the reading.
-So no code of a stranger runs, whatever the file says.
+So no code from the file runs, whatever it contains.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def read_pdparams(path: Path) -> Any:
     """What a file of `paddle.save` holds: dicts, lists, text, numbers, and arrays for Tensors.
 
     Args:
-        path: The file. It may come from a stranger: nothing in it is run.
+        path: The file. It may come from an untrusted source: nothing in it is run.
 
     Returns:
         The value; a bfloat16 Tensor is an array of uint16.
@@ -171,7 +171,7 @@ def read_pdparams(path: Path) -> Any:
         raise CheckpointError(
             f"{path}: names {error}, which no file of arrays has. Such a file can run code where "
             "it is loaded by other programs; nothing of it was run here. Get the weights as "
-            ".safetensors from somebody that you trust"
+            ".safetensors from a source that you trust"
         ) from None
     except _DAMAGED as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -86,8 +86,8 @@ def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     Each tensor is cast to the dtype of its parameter or buffer; floating point is never cast to
     integers.
 
-    The file may come from a stranger: of a ``.pdparams`` nothing but arrays is read, and one that
-    would run code is refused.
+    The file may come from an untrusted source: of a ``.pdparams`` nothing but arrays is read, and
+    one that would run code is refused.
 
     Args:
         model: Must have the names and shapes of the file, no more and no fewer.

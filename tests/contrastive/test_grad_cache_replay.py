@@ -16,7 +16,7 @@ from paddle_recompute._paddle import amp as tracer_state
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.recompute import is_recomputing
-from paddle_recompute.replay import Reach, call
+from paddle_recompute.replay import CapturedState, call
 from tests.contrastive.encoders import (
     BATCH,
     CHUNKS,
@@ -213,7 +213,9 @@ def test_an_encoder_that_writes_into_its_input_is_told(what: str, chunks: dict[s
 
 def test_chunks_share_the_record_of_what_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = []
-    monkeypatch.setattr(call, "Reach", lambda *args: searches.append(1) or Reach(*args))
+    monkeypatch.setattr(
+        call, "CapturedState", lambda *args: searches.append(1) or CapturedState(*args)
+    )
     GradCache(make(1), criterion, chunk_size=SIZE).backward(texts(1), texts(2))
     assert len(searches) == 1
 

@@ -56,14 +56,14 @@ def test_ranks_that_wait_at_different_places_are_told_when_nobody_goes_on(
     clients[1].say(**waits("barrier"))
     told = clients[0].hear()
     assert (told["kind"], told["serial"], told["ranks"]) == ("waiting", 7, [0, 1])
-    assert told["apart"] == [
+    assert told["different_calls"] == [
         {"label": "step 2: now", "ranks": [0]},
         {"label": "barrier: now", "ranks": [1]},
     ]
     notes = PeerState(rank=0)
     notes.take(told)
-    assert notes.apart(7) == "rank 0 is at step 2: now, rank 1 is at barrier: now"
-    assert notes.apart(8) is None, "it was said of a wait that is over"
+    assert notes.different_calls(7) == "rank 0 is at step 2: now, rank 1 is at barrier: now"
+    assert notes.different_calls(8) is None, "it was said of a wait that is over"
 
 
 def test_ranks_that_go_on_or_wait_at_one_place_are_not_apart(
@@ -72,7 +72,7 @@ def test_ranks_that_go_on_or_wait_at_one_place_are_not_apart(
     clients[0].say(**waits("step 2"))
     clients[1].say(**waits("step 2"))
     told = clients[0].hear()
-    assert told["ranks"] == [0, 1] and "apart" not in told
+    assert told["ranks"] == [0, 1] and "different_calls" not in told
     clients[1].say(kind="wait ended")
     assert clients[0].hear() == {"kind": "waiting", "among": "0-1", "ranks": [0]}
 

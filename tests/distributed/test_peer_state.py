@@ -22,7 +22,7 @@ def alive(**silent: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("messages", "waited", "patience", "trouble"),
+    ("messages", "waited", "patience", "failure"),
     [
         ([], 59, None, None),
         ([], 61, None, "rank 1, 2 did not come within 61 s (stall_timeout)"),
@@ -48,19 +48,19 @@ def alive(**silent: float) -> dict[str, Any]:
     ],
 )
 def test_when_waiting_is_in_vain(
-    messages: list[dict[str, Any]], waited: float, patience: float | None, trouble: str | None
+    messages: list[dict[str, Any]], waited: float, patience: float | None, failure: str | None
 ) -> None:
     notes = PeerState(rank=0)
     for message in messages:
         notes.take(message)
-    said = notes.trouble(SCOPE, waited, patience=patience)
-    assert said == trouble if trouble is None else str(said).startswith(trouble)
-    if trouble in (STALLED, "rank 1 has ended after step 9; its log may say why"):
-        assert said == trouble
+    said = notes.failure(SCOPE, waited, patience=patience)
+    assert said == failure if failure is None else str(said).startswith(failure)
+    if failure in (STALLED, "rank 1 has ended after step 9; its log may say why"):
+        assert said == failure
 
 
 def test_a_hub_that_is_lost_or_silent_is_rank_0() -> None:
-    assert "rank 0" in str(PeerState(rank=1, lost="reset").trouble(SCOPE, 0))
-    assert PeerState(rank=1, server_quiet=29).trouble(SCOPE, 0) is None
-    silent = str(PeerState(rank=1, server_quiet=31).trouble(SCOPE, 0))
+    assert "rank 0" in str(PeerState(rank=1, lost="reset").failure(SCOPE, 0))
+    assert PeerState(rank=1, server_quiet=29).failure(SCOPE, 0) is None
+    silent = str(PeerState(rank=1, server_quiet=31).failure(SCOPE, 0))
     assert silent.startswith("rank 0 has shown no sign of life")

@@ -18,7 +18,7 @@ from paddle_recompute.distributed import (
     mean_over_ranks,
     run_collective,
 )
-from paddle_recompute.distributed._meetings import SETTLED
+from paddle_recompute.distributed._exchanges import SETTLED
 from paddle_recompute.distributed.control_server import TICK
 from paddle_recompute.errors import PeerError, SyncError
 from paddle_recompute.grad_sync import GradientSync

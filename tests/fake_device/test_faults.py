@@ -13,10 +13,10 @@ import pytest
 
 from paddle_recompute import recompute
 from paddle_recompute._paddle import device
-from paddle_recompute._paddle.random_streams import generator_states
+from paddle_recompute._paddle.rng_state import generator_states
 from paddle_recompute.grad_sync import GradientSync, _all_reduce
 from paddle_recompute.recompute._offload import OFFLOADS
-from paddle_recompute.replay import random_streams
+from paddle_recompute.replay import rng_state
 from tests.fake_device import switches
 from tests.processes import python
 from tests.ranks import run_ranks
@@ -116,7 +116,7 @@ def test_the_generator_of_the_cpu_is_the_wrong_one(monkeypatch: pytest.MonkeyPat
     wanted = gradients(plain)
     assert are_equal(gradients(recompute), wanted)
     states = generator_states
-    monkeypatch.setattr(random_streams, "generator_states", lambda: (states()[0], None))
+    monkeypatch.setattr(rng_state, "generator_states", lambda: (states()[0], None))
     assert not are_equal(gradients(recompute), wanted)
 
 

@@ -33,7 +33,7 @@ def numbers() -> Callable[[], Any]:
 
 
 def loss() -> Callable[[], Any]:
-    """As `Agreement.reach` sends it."""
+    """As `ConsistencyCheck.reach` sends it."""
     reducer, own = AllReducer(None), paddle.full([1], dist.get_rank() + 1.0, "float64")
     reducer.send(paddle.zeros([1], "float64"), "connecting").wait()
 

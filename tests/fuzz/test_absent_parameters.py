@@ -21,7 +21,7 @@ import pytest
 
 from paddle_recompute import OffloadSequential
 from paddle_recompute.errors import PaddleRecomputeError
-from paddle_recompute.offload._away import away_of
+from paddle_recompute.offload._offloaded_tensor import offloaded_tensor_of
 from tests.fuzz import budget
 
 WIDTH = 4
@@ -118,7 +118,7 @@ def _set_gradient(p: paddle.Tensor) -> None:
     """
     if p.grad is not None:
         p.grad.set_value(paddle.ones(p.shape))
-        if away_of(p) is None:
+        if offloaded_tensor_of(p) is None:
             p._unset_fake_empty()  # takes the mark away
 
 

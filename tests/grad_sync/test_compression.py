@@ -9,7 +9,7 @@ import pytest
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.grad_sync._buckets import Bucket
-from paddle_recompute.grad_sync._codec import Codec
+from paddle_recompute.grad_sync._compression import GradientCompression
 from tests.ranks import each_on_ranks
 
 TWO_AND_ONE = [Bucket((2, 0), (3, 2)), Bucket((1,), (4,))]
@@ -21,7 +21,7 @@ def numbers(size: int, seed: int = 0) -> paddle.Tensor:
     return paddle.to_tensor(np.random.default_rng(seed).standard_normal(size).astype("float32"))
 
 
-def step(wire: Codec, buckets: list[Bucket], seed: int = 0) -> dict[int, np.ndarray]:
+def step(wire: GradientCompression, buckets: list[Bucket], seed: int = 0) -> dict[int, np.ndarray]:
     """Send the same gradients as ever in `buckets`; returns what was sent of each parameter."""
     wire.begin()
     sent = {}
@@ -35,12 +35,12 @@ def step(wire: Codec, buckets: list[Bucket], seed: int = 0) -> dict[int, np.ndar
     return sent
 
 
-def residuals(wire: Codec) -> dict[int, list[float]]:
+def residuals(wire: GradientCompression) -> dict[int, list[float]]:
     return {index: flat.tolist() for index, flat in sorted(wire.residuals.items())}
 
 
-def made() -> Codec:
-    return Codec("bf16", error_feedback=True, is_gloo=True)
+def made() -> GradientCompression:
+    return GradientCompression("bf16", error_feedback=True, is_gloo=True)
 
 
 def test_new_buckets_keep_what_is_owed_also_of_parameters_that_are_in_none() -> None:

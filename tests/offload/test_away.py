@@ -16,7 +16,7 @@ import pytest
 from paddle.nn.utils import vector_to_parameters
 
 from paddle_recompute import OffloadSequential, TrainStep
-from paddle_recompute._paddle.travelling import has_memory
+from paddle_recompute._paddle.released_memory import has_memory
 from paddle_recompute.errors import OffloadError, RecomputeError
 from paddle_recompute.offload import resident
 from tests.bits import assert_same_bits

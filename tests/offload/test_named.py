@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 from paddle_recompute import TrainStep
-from paddle_recompute._paddle.travelling import has_memory
+from paddle_recompute._paddle.released_memory import has_memory
 from paddle_recompute.errors import ConfigError, OffloadError, SelectionError
 from paddle_recompute.offload import offload_layers, offloaded_optimizer, resident
 from paddle_recompute.options import RecomputeConfig

@@ -13,7 +13,7 @@ import pytest
 
 from paddle_recompute import ContrastiveLoss, GradCache, GradientSync, OffloadSequential, TrainStep
 from paddle_recompute._paddle import memory
-from paddle_recompute._paddle.travelling import has_memory
+from paddle_recompute._paddle.released_memory import has_memory
 from paddle_recompute.errors import ConfigError, DataError, OffloadError, RecomputeError
 from tests.bits import assert_same_bits, values_of
 from tests.distributed.mortal_ranks import MortalRanks, results_of

@@ -17,7 +17,7 @@ import pytest
 from paddle_recompute import ContrastiveLoss, GradCache, OffloadSequential, TrainStep
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.gradients import watch_hooks
-from paddle_recompute._paddle.travelling import has_memory
+from paddle_recompute._paddle.released_memory import has_memory
 from paddle_recompute.errors import ConfigError, OffloadError, RecomputeError
 from paddle_recompute.options import AmpConfigs
 from paddle_recompute.recompute import recompute

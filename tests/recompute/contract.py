@@ -23,7 +23,7 @@ from paddle.base import framework
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import is_parameter
-from paddle_recompute._paddle.random_streams import hybrid_parallel_tracker
+from paddle_recompute._paddle.rng_state import hybrid_parallel_tracker
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import recompute
 

@@ -24,7 +24,7 @@ from paddle_recompute import (
 )
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.offload import offload_layers
-from paddle_recompute.offload._away import away_of
+from paddle_recompute.offload._offloaded_tensor import offloaded_tensor_of
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import RecomputeLayer
 from tests.recompute.contract import (
@@ -157,7 +157,7 @@ DOORS: dict[str, Callable[[Block], Step]] = {
 def gradients_of(block: Block) -> Seen:
     """Also of parameters that a chain has."""
     with contextlib.ExitStack() as stack:
-        for chain in {away.owner() for p in block.parameters() if (away := away_of(p))}:
+        for chain in {away.owner() for p in block.parameters() if (away := offloaded_tensor_of(p))}:
             stack.enter_context(chain.resident(range(len(chain.shards))))
         return {f"grad of {name}": array(p.grad) for name, p in block.named_parameters()}
 

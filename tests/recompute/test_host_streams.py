@@ -16,7 +16,7 @@ from numpy.random import rand as drawn_from_numpy
 from paddle import Tensor
 
 from paddle_recompute import recompute
-from paddle_recompute.replay.reach import Reach
+from paddle_recompute.replay.captured_state import CapturedState
 from tests.recompute.contract import Run, Seen, Using, assert_as_plain, clean_streams, leaf, plain
 
 linear = paddle.nn.functional.linear
@@ -229,7 +229,7 @@ def test_a_layer_of_paddle_whose_function_was_replaced(
     is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = paddle.nn.Linear(4, 4)
-    assert not Reach(block, ()).may_draw
+    assert not CapturedState(block, ()).may_draw
     wraps = functools.wraps(linear) if is_wrapped else lambda function: function
     drawing = wraps(lambda x, **named: linear(noisy(x), **named))
     monkeypatch.setattr(paddle.nn.functional, "linear", drawing)

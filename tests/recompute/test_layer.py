@@ -13,7 +13,7 @@ import pytest
 
 from paddle_recompute import RecomputeConfig, RecomputeLayer, apply_recompute, recompute_wrapper
 from paddle_recompute.errors import ConfigError, SelectionError
-from paddle_recompute.recompute import called_plainly, is_recomputing
+from paddle_recompute.recompute import is_recomputing, without_recompute
 from tests.recompute.contract import Seen, assert_as_plain, leaf, loss_of, upstream
 
 
@@ -210,8 +210,8 @@ def test_plain_calls_nest() -> None:
         layer(leaf(3, 4)).sum().backward()
         return True in repeats
 
-    with called_plainly():
-        with called_plainly():
+    with without_recompute():
+        with without_recompute():
             assert not repeated()
         assert not repeated()
     assert repeated()

@@ -21,7 +21,7 @@ from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import recompute_wrapper
 from paddle_recompute.recompute._frames import Frame
-from paddle_recompute.recompute._hooks import Kept
+from paddle_recompute.recompute._hooks import SavedHandle
 from tests.processes import python
 from tests.recompute.contract import Run, Seen, case, leaf, plain
 from tests.recompute.test_engine import OneByOne, cus_tanh
@@ -141,7 +141,7 @@ def test_a_failed_call_leaves_nothing(failing_call: int) -> None:
     assert len(calls) == failing_call
     assert _memory.current_bytes() == before
     # Paddle keeps the argument of a hook that raises, which holds nothing else.
-    assert not any(isinstance(one, Frame) and one.tickets for one in gc.get_objects())
+    assert not any(isinstance(one, Frame) and one.handles for one in gc.get_objects())
 
 
 def test_peaks_of_a_step() -> None:
@@ -231,8 +231,8 @@ def test_forwards_without_a_backward_do_not_add_up(stored: str) -> None:
 
 
 def tickets_left() -> int:
-    """The saved-tensor tickets in this process, which the garbage collector would not find."""
-    return sum(isinstance(one, Kept) for one in gc.get_objects())
+    """The saved-tensor handles in this process, which the garbage collector would not find."""
+    return sum(isinstance(one, SavedHandle) for one in gc.get_objects())
 
 
 def entropy(h: paddle.Tensor) -> paddle.Tensor:
@@ -508,7 +508,7 @@ def test_what_a_py_layer_got_is_gone_when_the_next_function_runs_again() -> None
 
 
 def test_a_saved_tensor_costs_the_collector_two_objects() -> None:
-    """A ticket and a weak reference. The more objects live from forward to backward, the more often
+    """A handle and a weak reference. The more objects live from forward to backward, the more often
     the collector looks through the whole heap: 0.1 s each time, in a process with Paddle.
     """
 

@@ -11,7 +11,7 @@ import pytest
 from paddle.nn import functional as F
 
 from paddle_recompute import recompute
-from paddle_recompute._paddle.random_streams import hybrid_parallel_tracker
+from paddle_recompute._paddle.rng_state import hybrid_parallel_tracker
 from paddle_recompute.errors import RecomputeError
 from tests.recompute.contract import Run, Seen, case, leaf, step
 

@@ -180,7 +180,7 @@ def test_the_report_is_a_table_to_read(caplog: pytest.LogCaptureFixture) -> None
     assert every_n.left_out == dict.fromkeys(BLOCKS[1::2], "policy every_n")
     cheap = select("**.activation", "**.linear1")
     assert "recompute: encoder.layers.0.activation," in caplog.text and "linear1" not in caplog.text
-    assert cheap.gives_up_outputs == tuple(f"{block}.activation" for block in BLOCKS)
+    assert cheap.discard_outputs == tuple(f"{block}.activation" for block in BLOCKS)
     assert "encoder.layers.0.activation (in a Program, its output too)" in str(cheap)
     assert "encoder.layers.0.linear1\n" in str(cheap)
 

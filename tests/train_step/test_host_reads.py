@@ -15,7 +15,7 @@ from paddle_recompute import ContrastiveLoss, GradCache, recompute
 from paddle_recompute.errors import DivergenceError, RecomputeError
 from paddle_recompute.options import AmpConfigs
 from paddle_recompute.replay import is_recomputing
-from paddle_recompute.train_step import TrainStep, unread_steps
+from paddle_recompute.train_step import TrainStep, pending_metrics
 from tests.bits import assert_same_bits, values_of
 from tests.host_reads import counted
 from tests.train_step.half_precision import pretended_gpu, rounded
@@ -256,7 +256,7 @@ def test_a_step_that_is_not_finite_leaves_the_parameters_alone(
 
 
 def test_the_first_step_and_every_64th_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread_steps, "LOOK_EVERY", 3)
+    monkeypatch.setattr(pending_metrics, "LOOK_EVERY", 3)
     bad = batch(3)
     bad[0, 0] = 1e4
     step = step_of(net(), loss_fn=functools.partial(spoilt, of="loss"))

@@ -1,4 +1,4 @@
-"""`compile_model`: no number of a Program is wrong without a word.
+"""`compile_model`: no number of a Program is wrong silently.
 
 Each model here is one that Paddle converts wrongly, on some version, or did. Its Program is equal
 to eager execution or refused; with ``or_eager=True`` the model trains on, with eager's numbers.
@@ -23,7 +23,7 @@ import pytest
 
 from paddle_recompute import TrainStep, compile_model
 from paddle_recompute._paddle.static.compiled import CompiledForward
-from paddle_recompute.distributed import withdrawals
+from paddle_recompute.distributed import collective_fallback
 from paddle_recompute.errors import StaticGraphError
 from tests import planted_models as planted
 from tests.bits import assert_same_bits, values_of
@@ -514,17 +514,17 @@ def test_parameters_that_are_zero_hide_nothing() -> None:
 
 
 def test_a_refusal_is_known_as_long_as_the_model_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(withdrawals, "_members", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(collective_fallback, "_members", weakref.WeakKeyDictionary())
     model = made(OfAFlag)
     compile_model(model, SPEC, or_eager=True)
-    assert not withdrawals.has_withdrawn()
+    assert not collective_fallback.has_fallen_back()
     model(paddle.ones([3, 4]), 1)
     with pytest.warns(UserWarning, match="goes on in eager execution"):
         model(paddle.ones([3, 4]), True)
     gc.collect()
-    assert withdrawals.has_withdrawn()
+    assert collective_fallback.has_fallen_back()
     compile_model(model, SPEC, or_eager=True)  # another Program, which nothing is known against
-    assert not withdrawals.has_withdrawn()
+    assert not collective_fallback.has_fallen_back()
 
 
 def with_a_refusal_on_one_rank(*, compiled: bool) -> list[Any]:

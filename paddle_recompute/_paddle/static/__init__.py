@@ -39,7 +39,7 @@ def representation() -> Representation:
         )
     if known == "pir" and not paddle.framework.use_pir_api():
         raise StaticGraphError(
-            f"Paddle {major}.{minor}.{patch} was told to build Programs in its old representation "
+            f"Paddle {major}.{minor}.{patch} is set to build Programs in its old representation "
             "(FLAGS_enable_pir_api=0), which is supported on Paddle 2.6 only; unset that flag"
         )
     return known

@@ -13,7 +13,7 @@ from paddle_recompute.errors import StaticGraphError
 
 SCOPE = "recompute_scope"
 """Of a forward operator: the recomputed call that added it."""
-GIVES_UP = "recompute_gives_up"
+DISCARD_OUTPUTS = "recompute_discard_outputs"
 """Of a forward operator: even what later operators take from its call is computed again."""
 KEPT = "recompute_kept"
 """Of a forward operator: `keep` keeps its results."""
@@ -21,7 +21,7 @@ CLAIMED = "recompute_claimed"
 """On a forward operator: a pass will recompute its call."""
 SEGMENT = "recompute_segment"
 """Of a forward operator: the segment that it was recomputed in."""
-OWN_ATTRIBUTES = (SCOPE, GIVES_UP, KEPT, CLAIMED, SEGMENT)
+OWN_ATTRIBUTES = (SCOPE, DISCARD_OUTPUTS, KEPT, CLAIMED, SEGMENT)
 """What a copy must not carry, besides checkpoint names."""
 COPY_OF = "recompute_copy_of"
 """Of a copy: its segment."""

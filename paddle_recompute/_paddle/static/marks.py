@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.static import native
-from paddle_recompute._paddle.static.attributes import CLAIMED, GIVES_UP, KEPT, SCOPE
+from paddle_recompute._paddle.static.attributes import CLAIMED, DISCARD_OUTPUTS, KEPT, SCOPE
 from paddle_recompute.errors import StaticGraphError
 
 
@@ -44,7 +44,7 @@ _inside_a_call = False
 
 
 @contextlib.contextmanager
-def recomputed_call(layer: str, *, continues: bool, gives_up_outputs: bool) -> Iterator[None]:
+def recomputed_call(layer: str, *, continues: bool, discard_outputs: bool) -> Iterator[None]:
     """What is added to the Program inside is one call of the recomputed `layer`.
 
     A call inside another is part of that one. Nothing happens to what is added but an attribute
@@ -53,7 +53,7 @@ def recomputed_call(layer: str, *, continues: bool, gives_up_outputs: bool) -> I
     Args:
         layer: Its name.
         continues: Whether it is the next part of the last call with that name.
-        gives_up_outputs: Whether what later operators take from it is computed again too.
+        discard_outputs: Whether what later operators take from it is computed again too.
 
     Raises:
         StaticGraphError: It is called inside a branch or loop body.
@@ -80,8 +80,8 @@ def recomputed_call(layer: str, *, continues: bool, gives_up_outputs: bool) -> I
     name = _name_of_call(layer, calls, continues=continues)
     for operation in added:
         own.write_text(operation, SCOPE, name)
-        if gives_up_outputs:
-            own.write_text(operation, GIVES_UP, "yes")
+        if discard_outputs:
+            own.write_text(operation, DISCARD_OUTPUTS, "yes")
 
 
 @contextlib.contextmanager

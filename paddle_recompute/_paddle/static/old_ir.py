@@ -266,7 +266,7 @@ def refuse_other_backwards() -> None:
     """From now on, a backward over unclaimed recomputed calls raises.
 
     ``optimizer.minimize``, ``append_backward`` and ``paddle.static.gradients`` would keep every
-    activation without a word. All of them find the operators between parameters and loss with
+    activation silently. All of them find the operators between parameters and loss with
     ``backward._find_op_path_`` (2.6), which they look up at each call, so it is wrapped, once.
     """
     from paddle.base import backward

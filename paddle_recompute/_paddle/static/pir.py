@@ -470,7 +470,7 @@ def refuse_other_backwards() -> None:
     """From now on, a backward over unclaimed recomputed calls raises.
 
     ``optimizer.minimize``, ``append_backward`` and ``paddle.static.gradients`` would keep every
-    activation without a word. All go through ``ir_backward.calc_gradient_helper`` (3.3), which
+    activation silently. All go through ``ir_backward.calc_gradient_helper`` (3.3), which
     they look up at each call, so it is wrapped, once.
     """
     from paddle.autograd import ir_backward

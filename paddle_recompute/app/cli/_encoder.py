@@ -204,8 +204,8 @@ def mine(
     --output mined.jsonl --margin 0.05
 
     Writes --pairs with texts of --pool as negatives. The search is exact, unless --faiss is given;
-    then its recall is told. After an interruption, run the same command again: it continues where
-    it stopped. The last line on standard output is a record, one JSON object.
+    then its recall is printed. After an interruption, run the same command again: it continues
+    where it stopped. The last line on standard output is a record, one JSON object.
     """
     first, colon, last = ranks.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal()):

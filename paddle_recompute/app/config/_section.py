@@ -91,7 +91,7 @@ class Section(BaseModel):
     refused_keys: ClassVar[Mapping[str, str]] = {}
     # The same for values: {field: {value: words}}.
     refused_values: ClassVar[Mapping[str, Mapping[Any, str]]] = {}
-    # The field from which others follow: while it is faulty, nobody is told that those are missing.
+    # The field from which others follow: while it is faulty, no error says that those are missing.
     completed_by: ClassVar[str | None] = None
 
     @staticmethod

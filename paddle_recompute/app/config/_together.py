@@ -65,7 +65,7 @@ WHAT_GOES_TOGETHER = (
         (f"train.compile & {_AMP}", _O2, "half-precision parameters were not tested; use level O1"),
         (_COMPILED, _PLACE, "a Program holds all its parameters"),
         (_COMPILED, "recompute.offload", "the executor of a Program owns what the backward needs"),
-        (_COMPILED, "recompute.engine", "to_static drops fleet's recompute without a word"),
+        (_COMPILED, "recompute.engine", "to_static drops fleet's recompute silently"),
         (_COMPILED, "recompute.policy=budget", "a plan is measured in eager execution; use all"),
         (
             "strategy.lamb",

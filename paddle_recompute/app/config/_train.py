@@ -55,7 +55,7 @@ class TrainConfig(Section):
             it; auto: the same, or eager execution with a line that says why.
         verify: True: each Program (`compile`, mode: static) is compared with eager execution in
             steps 1, 10, 100 and 1,000, and with each new shape, which costs one step of each;
-            False: Paddle's conversion is trusted, and may be wrong without a word.
+            False: Paddle's conversion is trusted, and may be silently wrong.
         eval_every: Optimizer steps between evaluations on the held-out pairs, the last step
             included; the best checkpoint is kept in output_dir/best; None: evaluation at the end.
         best_metric: The metric that the best checkpoint has the highest value of.

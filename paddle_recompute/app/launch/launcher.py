@@ -35,7 +35,7 @@ from paddle_recompute.errors import LaunchError, StoppedError
 
 _POLL_SECONDS = 0.1
 _PATIENCE = 5.0
-"""Seconds for the other ranks to end after one has failed, and again after they are told to."""
+"""Seconds for the other ranks to end after one has failed, and again after they were asked to."""
 _SAVE_SECONDS = 600.0
 """For the step that runs and the checkpoint that is written after a signal."""
 _TAIL_LINES = 30
@@ -242,7 +242,7 @@ def _wait(
 
 
 def _end(ranks: list[subprocess.Popen[bytes]], said: BinaryIO) -> None:
-    """End the ranks that still run; those that do not end when they are told to are killed."""
+    """End the ranks that still run; those that do not end when asked to are killed."""
     try:
         for rank in ranks:
             rank.terminate()

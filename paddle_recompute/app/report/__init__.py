@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paddle_recompute.app.report._charts import timeline_chart
 from paddle_recompute.app.report._files import (
-    Journal,
+    EventLog,
     append_record,
     flat,
     line_of,
@@ -19,7 +19,7 @@ from paddle_recompute.app.report._written import (
 )
 
 __all__ = [
-    "Journal",
+    "EventLog",
     "append_record",
     "flat",
     "follow_report",

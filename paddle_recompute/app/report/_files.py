@@ -17,7 +17,7 @@ from paddle_recompute.errors import OutputError
 from paddle_recompute.planner import RecomputePlan
 
 
-class Journal:
+class EventLog:
     """``events.jsonl``: what happened in a run, in order. One process writes it.
 
     Each record has ``time`` (seconds since 1970), ``event`` and what belongs to the event.

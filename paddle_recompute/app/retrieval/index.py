@@ -74,7 +74,7 @@ def _scores(keys: NDArray[np.int64]) -> NDArray[np.float32]:
 
 
 def _ordered(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Integers of 32 bits in the order of the numbers. Twice, it gives the same bits again."""
+    """Integers of 32 bits in the order of the numbers; applied twice, the numbers' bits again."""
     bits = numbers.view(np.int32)
     return np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64)
 

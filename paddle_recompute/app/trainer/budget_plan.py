@@ -167,7 +167,7 @@ class PlannedSteps:
         plan: What is recomputed; None: the run has no plan, and steps are only run.
         model: The encoder.
         rank: Of this process.
-        replaced: Is told another plan and, in words, why there is one.
+        replaced: Called with another plan and the reason for it.
 
     Attributes:
         step: The step.

@@ -362,7 +362,7 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def _other_ranks(before: int, config: Config) -> str:
-    """What is no longer the same bits where another number of ranks goes on."""
+    """What is not bitwise reproducible when another number of ranks resumes."""
     text = (
         f"  {before} {'rank' if before == 1 else 'ranks'} saved it, and {config.world_size} go on: "
         "each step has the same pairs, but dropout draws other masks and sums are taken in another "

@@ -46,7 +46,7 @@ class MemoryProbe:
 
         Args:
             earlier: The chunks that were measured before the run was interrupted; a resumed run
-                keeps them to repeat the same bits.
+                keeps them, so a repeated run is bitwise identical.
 
         Raises:
             ConfigError: A step with chunks of one text exceeds the budget.

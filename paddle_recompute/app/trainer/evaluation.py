@@ -32,7 +32,7 @@ class Evaluation(Callback):
         config: Of the run.
         model: The encoder.
         data: Of the run.
-        events: Is told the nearest candidates of some queries.
+        events: Receives the nearest candidates of some queries.
         save_best: Saves the best checkpoint; all ranks call it together.
     """
 

@@ -17,7 +17,7 @@ from paddle_recompute._run_folder import EVENTS
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import PairLoader, PreparedData
 from paddle_recompute.app.launch import STARTED, styled
-from paddle_recompute.app.report import Journal
+from paddle_recompute.app.report import EventLog
 from paddle_recompute.app.trainer.divergence import first_not_finite
 from paddle_recompute.app.trainer.loop import Callback, Run
 from paddle_recompute.app.trainer.memory import frees_late
@@ -32,7 +32,7 @@ MOST_RANKS = 8
 
 
 class Events(Callback):
-    """The voice of a run, and its journal. On other ranks than 0 it is silent.
+    """The console output of a run, and its event log. On other ranks than 0 it is silent.
 
     Args:
         config: Of the run.
@@ -41,8 +41,8 @@ class Events(Callback):
 
     def __init__(self, config: Config, rank: int) -> None:
         self._is_main = rank == 0
-        self._journal = Journal(config.train.output_dir / EVENTS if self._is_main else None)
-        self.note, self.open = self._journal.note, self._journal.open
+        self._event_log = EventLog(config.train.output_dir / EVENTS if self._is_main else None)
+        self.note, self.open = self._event_log.note, self._event_log.open
         self._exceeded: RecomputePlan | None = None
         self._began = float(os.environ.get(STARTED, time.time()))  # when the launcher was called
 

@@ -283,7 +283,7 @@ def train(
     Args:
         run: The run; its fields follow the steps.
         batches: (step, epoch, micro-batches) of each step.
-        callbacks: Are told in this order.
+        callbacks: Called in this order.
 
     Raises:
         DivergenceError: The loss or the gradient is not finite.

@@ -64,7 +64,7 @@ def memory_report(
         config: Of a run.
         budget: Bytes of a plan; None: no plan is made.
         folder: Where the page goes; None: there is none.
-        progress: Is told (done, total) of the calls of one batch size.
+        progress: Called with (done, total) calls of one batch size.
 
     Raises:
         PlanError: Nothing stays within `budget`, or the step cannot be measured.

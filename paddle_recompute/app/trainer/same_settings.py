@@ -29,7 +29,7 @@ _MOST_SHOWN = 5
 def check_same_settings(config: Config) -> None:
     """Check that all ranks have the settings of `config`, and the same versions.
 
-    All ranks call it. A digest travels; what differs, only where something does.
+    All ranks call it. A digest is sent; what differs, only where something does.
 
     Raises:
         ConfigError: They have not; names the first that differ, with each value and its ranks.

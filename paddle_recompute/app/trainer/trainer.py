@@ -73,7 +73,7 @@ class Trainer:
 
     Args:
         config: The validated configuration. ``config.launch`` must match the running ranks.
-        callbacks: Are told of every step, see `Callback`; after the trainer's own.
+        callbacks: Called for every step, see `Callback`; after the trainer's own.
         sources: Where each setting comes from, by its dotted path, for the report.
 
     Examples:

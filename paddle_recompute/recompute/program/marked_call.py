@@ -30,12 +30,12 @@ class Mark:
         segment: The name of the segment that it is in: that of its last Layer; "": the call is one
             by itself. Dygraph has no segments.
         continues: Whether it is the next part of the segment, not the first.
-        gives_up_outputs: Whether what later operators take from it is computed again too.
+        discard_outputs: Whether what later operators take from it is computed again too.
     """
 
     segment: str = ""
     continues: bool = False
-    gives_up_outputs: bool = False
+    discard_outputs: bool = False
 
 
 BY_ITSELF = Mark()
@@ -74,7 +74,7 @@ def run_marked(
     trains = not layers or any(layer.training for layer in layers)
     backend().prepare_to_static(name, trains, _recompute_calls)
     with recomputed_call(
-        mark.segment or name, continues=mark.continues, gives_up_outputs=mark.gives_up_outputs
+        mark.segment or name, continues=mark.continues, discard_outputs=mark.discard_outputs
     ):
         return function(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute._paddle.static.attributes import GIVES_UP, SEGMENT
+from paddle_recompute._paddle.static.attributes import DISCARD_OUTPUTS, SEGMENT
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program.graph import Graph
 
@@ -32,13 +32,13 @@ class ProgramSegment:
         positions: Its operators, in order.
         ends: The variables of its checkpoint; a call has none, because what later operators read
             is kept anyway.
-        gives_up_outputs: Whether what later operators read is recomputed too.
+        discard_outputs: Whether what later operators read is recomputed too.
     """
 
     name: str
     positions: tuple[int, ...]
     ends: frozenset[str] = frozenset()
-    gives_up_outputs: bool = False
+    discard_outputs: bool = False
 
     @functools.cached_property
     def members(self) -> frozenset[int]:
@@ -80,7 +80,7 @@ def find_segments(graph: Graph, names: Collection[str] = ()) -> list[ProgramSegm
         ProgramSegment(
             name,
             tuple(positions),
-            gives_up_outputs=any(graph.text(p, GIVES_UP) is not None for p in positions),
+            discard_outputs=any(graph.text(p, DISCARD_OUTPUTS) is not None for p in positions),
         )
         for name, positions in calls.items()
         if name in chosen
@@ -190,7 +190,7 @@ class KeptVariables:
             return "it is the mask of a dropout"
         if graph.is_used_in_a_body(name):
             return "a branch or loop uses it"
-        if not segment.gives_up_outputs and _escapes(name, segment, graph):
+        if not segment.discard_outputs and _escapes(name, segment, graph):
             return "operators after the segment use it"
         return graph.why_output_kept(name, position, self)
 

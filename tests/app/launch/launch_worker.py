@@ -55,7 +55,7 @@ def fail() -> None:
 
 
 def killed() -> None:
-    """Rank 1 is gone without a word."""
+    """Rank 1 is gone silently."""
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)

@@ -16,7 +16,7 @@ from click.testing import Result
 
 from paddle_recompute.app.cli import _process
 from paddle_recompute.app.report import (
-    Journal,
+    EventLog,
     _written,
     append_record,
     read_records,
@@ -122,7 +122,7 @@ def test_faults_that_were_met_are_told(tmp_path: Path) -> None:
     stopped = [*again, {"event": "end", "why": "PeerError: rank 1 is gone"}]
     text = page_of(tmp_path / "run", events=[*killed, *stopped, *again, EVENTS[-1]]).text
     assert "What happened: 3 starts" in text
-    assert "ended without a word: the process was killed" in text
+    assert "ended silently: the process was killed" in text
     assert "ended: PeerError: rank 1 is gone" in text
     assert text.count("training goes on after step 20") == 2
 
@@ -166,12 +166,12 @@ def test_wrong_records_are_refused_in_one_sentence(tmp_path: Path, name: str, li
 def test_a_torn_line_is_cut_off_at_the_next_start(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     for why in ("killed", "finished"):
-        journal = Journal(file)
+        journal = EventLog(file)
         journal.open()
         journal.note("end", why=why)
         with file.open("ab") as torn:
             torn.write('{"time": 1.0, "event": "汉'.encode()[:-1])
-    journal = Journal(file)
+    journal = EventLog(file)
     journal.open()
     journal.note("start")
     assert [record["event"] for record in read_records(file, "time")] == ["end", "end", "start"]

@@ -2,7 +2,7 @@
 
 Fourteen numbers of the hosts are summed: what has happened to the gradients, how many examples
 there were, a fingerprint of what must be the same everywhere, whether a rank has given up a Program
-or was asked to stop. With them travels the loss; on a device in a collective of its own, which no
+or was asked to stop. The loss is sent with them; on a device in a collective of its own, which no
 host waits for. Where all goes well, nothing is listed by rank, and nothing goes through rank 0;
 where the fingerprint differs, the ranks meet there and compare what they have.
 """
@@ -25,12 +25,12 @@ from paddle_recompute._paddle import device
 from paddle_recompute.distributed import (
     agree_on_options,
     are_equal,
+    collective_fallback,
     fingerprint,
     reduce_numbers,
     scope_of,
     stop_request,
     values_of_ranks,
-    withdrawals,
 )
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._all_reduce import LANE, AllReducer
@@ -105,7 +105,7 @@ class Agreed:
     loss: paddle.Tensor | None
 
 
-class Agreement:
+class ConsistencyCheck:
     """The small collective of one `GradientSync`.
 
     Args:
@@ -129,7 +129,7 @@ class Agreement:
         self._all_reducer = all_reducer
         _num_made[self._scope.ranks] += 1
         self._number = _num_made[self._scope.ranks]
-        withdrawals.tell_with(self)
+        collective_fallback.tell_with(self)
 
     def reach(
         self, own: StepFlags, report: StepReport, label: Callable[[str], str]
@@ -146,7 +146,7 @@ class Agreement:
             *fingerprint(self._terms(report)),
             *fingerprint(float(count).hex()),
             count,
-            withdrawals.has_withdrawn(),
+            collective_fallback.has_fallen_back(),
             stop_request.asked() if self._group is None else 0.0,
         ]
         what = label("end of the backward")
@@ -163,7 +163,7 @@ class Agreement:
         self._start.end()
         differ = not are_equal(sums[7:11], size)
         if sums[12] > 0:
-            withdrawals.follow()
+            collective_fallback.follow()
         stop_request.hear_asked(sums[13])
         if loss is not None:
             with paddle.no_grad():

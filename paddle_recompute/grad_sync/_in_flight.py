@@ -24,7 +24,7 @@ import paddle
 from paddle_recompute._paddle.flat import versions_of
 
 
-class SentGradients:
+class InFlightGradients:
     """The gradients that one step has sent, or has ready."""
 
     def __init__(self) -> None:

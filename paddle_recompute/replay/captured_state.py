@@ -3,8 +3,8 @@ the second.
 
 The second forward must reach the objects that the first one reached. Meanwhile a loop may have
 rebound a variable of the closure, or a sublayer, parameter, attribute or global may have been
-replaced. `Reach` records each such *place* and its content. During the second forward the changed
-places hold their old content again, afterwards the new one.
+replaced. `CapturedState` records each such *location* and its content. During the second forward
+the changed locations hold their old content again, afterwards the new one.
 
 **What is searched.** The function, its ``__self__``, its closure, its defaults, and the attributes
 and globals that it names; from there functions, partials, methods, lists, deques, tuples, sets,
@@ -44,9 +44,17 @@ from paddle_recompute._paddle.layers import (
     is_initialized,
     layers_below,
 )
-from paddle_recompute.replay.captured import Captured
-from paddle_recompute.replay.contents import hold
-from paddle_recompute.replay.flags import CHANGED_BY, put_back_flags
+from paddle_recompute.replay.captured_tensor import CapturedTensor
+from paddle_recompute.replay.detached_values import detach_value
+from paddle_recompute.replay.flags import CHANGED_BY, restore_flags
+from paddle_recompute.replay.locations import (
+    ABSENT,
+    Attributes,
+    Entries,
+    Items,
+    items_of,
+    of_attributes,
+)
 from paddle_recompute.replay.names import (
     OURS,
     PADDLE,
@@ -63,14 +71,6 @@ from paddle_recompute.replay.names import (
     names_in,
     nothing,
     reader_of,
-)
-from paddle_recompute.replay.places import (
-    ABSENT,
-    Attributes,
-    Entries,
-    Items,
-    items_of,
-    of_attributes,
 )
 from paddle_recompute.replay.snapshot import Snapshot, Undo
 
@@ -117,7 +117,7 @@ def read_by(functions: tuple[Any, ...]) -> tuple[frozenset[str] | None, set[str]
     return None if search._any_name else frozenset(search.names), texts, search.snapshot
 
 
-class Reach:
+class CapturedState:
     """What one call of `function` reaches; construct it before the first forward.
 
     Attributes:
@@ -162,18 +162,18 @@ class Reach:
         if self._tensors:
             self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
 
-    def put_back(self, undo: Undo) -> None:
-        """Give every place its content of before the first forward; `undo` gets what undoes this.
+    def restore(self, undo: Undo) -> None:
+        """Give every location its content of before the first forward; `undo` gets the way back.
 
         Raises:
             RecomputeError: A tensor that the function reaches was written to meanwhile.
         """
-        self.snapshot.put_back(undo)
+        self.snapshot.restore(undo)
         if self._captured:
             tensors = [one.get() for one in self._captured]
             flags = [one.flag for one in self._captured]
-            put_back_flags(tensors, flags, undo, may_change=self.may_change_flags)
-        for tensor in self._tensors:  # after the places: `refuse` may add a hook
+            restore_flags(tensors, flags, undo, may_change=self.may_change_flags)
+        for tensor in self._tensors:  # after the locations: `refuse` may add a hook
             if tensor.is_released() or tensor.is_written():
                 tensor.refuse(undo)
 
@@ -188,10 +188,10 @@ class Reach:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, what `put_back` does."""
+        """Inside, what `restore` does."""
         undo: Undo = []
         try:
-            self.put_back(undo)
+            self.restore(undo)
             yield
         finally:
             while undo:
@@ -207,7 +207,7 @@ class _Search:
         self.layers: dict[int, paddle.nn.Layer] = {}
         self.snapshot = Snapshot()
         self.may_draw = self.may_seed = self.is_dynamic = False
-        self.tensors: list[Captured] = []
+        self.tensors: list[CapturedTensor] = []
         # By id, with a reference: the id of a temporary tuple would be used again.
         self._seen: dict[int, Any] = {}
         self._objects: list[tuple[Any, set[str]]] = []  # with the names looked up so far
@@ -234,12 +234,12 @@ class _Search:
 
     @property
     def reads_statistics(self) -> bool:
-        """See `Reach`."""
+        """See `CapturedState`."""
         return self.is_dynamic or not self.names.isdisjoint(_TO_STATISTICS)
 
     @property
     def may_change_flags(self) -> bool:
-        """See `Reach`."""
+        """See `CapturedState`."""
         return self.is_dynamic or not self.names.isdisjoint(CHANGED_BY)
 
     def _visit(self, value: Any, name: str) -> None:
@@ -266,7 +266,7 @@ class _Search:
             self._visit_layer(value)
         elif issubclass(kind, paddle.Tensor):
             if is_initialized(value):
-                self.tensors.append(Captured(value, name, self._holder))
+                self.tensors.append(CapturedTensor(value, name, self._holder))
         elif issubclass(kind, (list, tuple, set, frozenset, dict, deque)):
             if len(value) <= LONGEST_SEARCHED:
                 self._visit_container(value, name)
@@ -303,11 +303,11 @@ class _Search:
                 self.snapshot.add(value, reader, (*items,))
             return
         if is_watched:
-            held = [hold(item) for item in items]
+            held = [detach_value(item) for item in items]
             if all(map(operator.is_, held, items)):
                 self.snapshot.add(value, reader, (*items,))
             else:
-                self.snapshot.places.append(Items(value, held))
+                self.snapshot.locations.append(Items(value, held))
         for item in value.values() if isinstance(value, dict) else value:
             self._visit(item, name)
 
@@ -324,15 +324,15 @@ class _Search:
         has_graph = False
         for name, value in zip(reader[0], values, strict=True):
             if type(value) not in _LEAVES:
-                has_graph |= hold(value) is not value
+                has_graph |= detach_value(value) is not value
                 self._visit(value, name)
         return has_graph
 
     def _watch_graphs(self, entries: Any, reader: Reader, values: tuple[Any, ...]) -> None:
         found, _, names = reader
         assert names is not None
-        held = {name: hold(value) for name, value in zip(found, values, strict=True)}
-        self.snapshot.places.append(Entries(entries, names, held, len(entries)))
+        held = {name: detach_value(value) for name, value in zip(found, values, strict=True)}
+        self.snapshot.locations.append(Entries(entries, names, held, len(entries)))
 
     def _visit_function(self, function: types.FunctionType) -> None:
         module = function.__globals__.get("__name__")
@@ -349,13 +349,13 @@ class _Search:
         defaults = function.__defaults__, function.__kwdefaults__
         if any(defaults):
             names_of_defaults = ("__defaults__", "__kwdefaults__")
-            self.snapshot.places.append(of_attributes(function, names_of_defaults, defaults))
+            self.snapshot.locations.append(of_attributes(function, names_of_defaults, defaults))
             for values in defaults:
                 self._visit(values, code.co_name)
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # a cell that is still empty
                 content = cell.cell_contents
-                self.snapshot.places.append(of_attributes(cell, ("cell_contents",), (content,)))
+                self.snapshot.locations.append(of_attributes(cell, ("cell_contents",), (content,)))
                 self._visit(content, variable)
         if str(module).partition(".")[0] != OURS:
             self.is_dynamic |= names.is_dynamic
@@ -375,7 +375,9 @@ class _Search:
         self._kinds.update(zip(of_class, map(kind_of, of_class), strict=True))
         dicts, readers, before = self.snapshot.add_layers(layers), [], []
         others = []
-        for place, (layer_class, entries) in enumerate(zip(map(type, layers), dicts, strict=True)):
+        for location, (layer_class, entries) in enumerate(
+            zip(map(type, layers), dicts, strict=True)
+        ):
             kind = self._kinds[layer_class]
             keys, reader = kind.last
             if keys != [*entries]:
@@ -384,12 +386,12 @@ class _Search:
             readers.append(reader)
             before.append(values)
             if not _LEAVES.issuperset(map(type, values)):
-                others.append(place)
-        for place in others:
-            self._owner = self._holder = layers[place]
-            if self._visit_values(readers[place], before[place]):
-                self._watch_graphs(dicts[place], readers[place], before[place])
-                readers[place], before[place] = _NOTHING, ()
+                others.append(location)
+        for location in others:
+            self._owner = self._holder = layers[location]
+            if self._visit_values(readers[location], before[location]):
+                self._watch_graphs(dicts[location], readers[location], before[location])
+                readers[location], before[location] = _NOTHING, ()
         self._holder = None
         self.snapshot.add_all(dicts, readers, before)
         if self.snapshot.has_hooks():
@@ -464,7 +466,7 @@ class _Search:
         slots = names.intersection(_slots(type(value)))
         if slots:
             values = [Attributes(value).get(name, ABSENT) for name in slots]
-            self.snapshot.places.append(of_attributes(value, slots, values))
+            self.snapshot.locations.append(of_attributes(value, slots, values))
             for name, one in zip(slots, values, strict=True):
                 self._visit(one, name)
         for name in names:

@@ -1,4 +1,4 @@
-"""Places (attributes, globals, cells...) that a function reads, and how to restore them."""
+"""Locations (attributes, globals, cells...) that a function reads, and how to restore them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import paddle
 
 from paddle_recompute._nested import attributes_of
 from paddle_recompute._paddle.layers import MEMBER_DICTS, is_parameter
-from paddle_recompute.replay.contents import Held, content_of, hold, is_same
+from paddle_recompute.replay.detached_values import (
+    DetachedValue,
+    detach_value,
+    is_same,
+    original_of,
+)
 
 FLAG = "training"
 """The train/eval flag of a Layer."""
@@ -23,7 +28,7 @@ Container = list[Any] | deque[Any] | dict[Any, Any]
 _NUMBERS = (int, float, str, bytes, complex)  # bool is an int
 
 
-class Place(Protocol):
+class Location(Protocol):
     """Something with content that can be replaced."""
 
     def after_forward(self) -> None:
@@ -32,7 +37,7 @@ class Place(Protocol):
     def is_unchanged(self) -> bool:
         """Whether nothing differs from before, but what `after_forward` has accepted."""
 
-    def put_back(self) -> Callable[[], None] | None:
+    def restore(self) -> Callable[[], None] | None:
         """Restore the old content; returns the function that undoes this, None if unchanged."""
 
 
@@ -63,7 +68,7 @@ class Entries:
         self.is_state = False
 
     def after_forward(self) -> None:
-        """See `Place`: numbers, and Layers and parameters that the forward has built, stay. So
+        """See `Location`: numbers, and Layers and parameters that the forward has built, stay. So
         that it runs twice in one mode, flags do not.
 
         Numbers beside a tensor that the forward rebinds, or beside the buffers of a Layer, are part
@@ -85,8 +90,8 @@ class Entries:
         }
         self._size = len(now) if self._size == len(now) else -1
 
-    def put_back(self) -> Callable[[], None] | None:
-        """See `Place`."""
+    def restore(self) -> Callable[[], None] | None:
+        """See `Location`."""
         entries, changed = self.entries, self._changed()
         if not changed:
             return None
@@ -94,11 +99,11 @@ class Entries:
         names = (self._before.keys() | self._names) - self._left
         now = {name: entries.get(name, ABSENT) for name in names}
         before = self._before
-        _assign(entries, {name: content_of(before.get(name, ABSENT)) for name in changed})
+        _assign(entries, {name: original_of(before.get(name, ABSENT)) for name in changed})
         return lambda: _assign(entries, now)
 
     def is_unchanged(self) -> bool:
-        """See `Place`."""
+        """See `Location`."""
         return not self._changed()
 
     def _changed(self) -> list[str]:
@@ -134,13 +139,15 @@ def _assign(entries: dict[str, Any] | Attributes, values: dict[str, Any]) -> Non
 
 
 def _is_own_state(before: Any, now: Any) -> bool:
-    """Whether what a forward has put into a place stays there for the second forward."""
+    """Whether what a forward has put into a location stays there for the second forward."""
     return isinstance(before, _NUMBERS) or _is_built(now)
 
 
 def _is_data(value: Any) -> bool:
     """Whether `value` holds no tensor, and no object that could: numbers, text, dtypes, shapes."""
-    if issubclass(type(value), paddle.Tensor | Held):  # a `Held` contains a tensor
+    if issubclass(
+        type(value), paddle.Tensor | DetachedValue
+    ):  # a `DetachedValue` contains a tensor
         return False
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_is_data, value))
@@ -184,16 +191,16 @@ class Items:
         if self._is_own:
             self._before = []
 
-    def put_back(self) -> Callable[[], None] | None:
-        """See `Place`."""
+    def restore(self) -> Callable[[], None] | None:
+        """See `Location`."""
         if self.is_unchanged():
             return None
         container, now = self._container, items_of(self._container)
-        _fill(container, [content_of(item) for item in self._before])
+        _fill(container, [original_of(item) for item in self._before])
         return lambda: _fill(container, now)
 
     def is_unchanged(self) -> bool:
-        """See `Place`."""
+        """See `Location`."""
         now = items_of(self._container)
         return self._is_own or (
             len(now) == len(self._before) and all(map(is_same, self._before, now))
@@ -248,5 +255,5 @@ class Attributes:
 
 def of_attributes(owner: Any, names: Iterable[str], values: Iterable[Any]) -> Entries:
     """The attributes `names`, which have `values`; `ABSENT`: none."""
-    before = {name: hold(value) for name, value in zip(names, values, strict=True)}
+    before = {name: detach_value(value) for name, value in zip(names, values, strict=True)}
     return Entries(Attributes(owner), frozenset(), before, 0)

@@ -33,7 +33,7 @@ Piece = tuple[int, list[paddle.Tensor]]
 """The number of the owner, and what is broadcast at once, of one dtype."""
 
 
-class Travel:
+class ParameterAllGather:
     """Brings the parameters of all owners to all ranks.
 
     Args:

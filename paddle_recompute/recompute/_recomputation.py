@@ -10,18 +10,18 @@ import paddle
 
 from paddle_recompute._nested import describe, dtype_name
 from paddle_recompute._paddle.saved_tensors import (
-    Look,
-    Looks,
+    MetadataLists,
+    TensorMetadata,
     dtype_in,
-    each_look,
-    look_of,
-    looks_of,
+    each_metadata,
+    metadata_lists_of,
+    metadata_of,
     version_of,
     without_graph,
 )
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute._hooks import Kept
-from paddle_recompute.replay import REPETITION_ADVICE, Call, RngState
+from paddle_recompute.recompute._hooks import SavedHandle
+from paddle_recompute.replay import RECOMPUTATION_ADVICE, Call, RngState
 
 
 class KeptCall(NamedTuple):
@@ -47,8 +47,8 @@ class EndOfForward(BaseException):
     """
 
 
-class Repetition:
-    """Keeps what operators save in a second run, and gives it to the tickets of the first.
+class Recomputation:
+    """Keeps what operators save in a second run, and gives it to the handles of the first.
 
     Attributes:
         call: The call that runs.
@@ -60,51 +60,64 @@ class Repetition:
         call: As above.
         kept: As above.
         end: As above.
-        looks: Of the tensors that were saved in the first run.
+        metadata: Of the tensors that were saved in the first run.
         checksums: Of their values, by number; empty: values are not compared.
-        tickets: Of the first run; None where it is not in the graph any more.
+        handles: Of the first run; None where it is not in the graph any more.
     """
 
-    __slots__ = ("_checksums", "_difference", "_first", "_is_careful", "_is_matched", "_kept",
-                 "_layouts", "_looks", "_tickets", "_versions", "call", "end", "has_ended",
-                 "kept")  # fmt: skip
+    __slots__ = (
+        "_checks_each_tensor",
+        "_checksums",
+        "_difference",
+        "_first",
+        "_handles",
+        "_is_matched",
+        "_kept",
+        "_layouts",
+        "_metadata",
+        "_versions",
+        "call",
+        "end",
+        "has_ended",
+        "kept",
+    )  # fmt: skip
 
     def __init__(
         self,
         call: Call,
         kept: Sequence[KeptCall],
         end: KeptCall | None,
-        looks: Looks,
+        metadata: MetadataLists,
         checksums: dict[int, int],
-        tickets: Sequence[Kept | None],
+        handles: Sequence[SavedHandle | None],
     ) -> None:
         self.call, self.kept, self.end, self.has_ended = call, iter(kept), end, False
-        self._first, self._checksums, self._tickets = looks, checksums, tickets
+        self._first, self._checksums, self._handles = metadata, checksums, handles
         self._kept: list[Any] = []
-        """Tensors; None where there is no ticket any more."""
+        """Tensors; None where there is no handle any more."""
         self._versions: list[int] = []
-        self._looks: list[Look] = []
+        self._metadata: list[TensorMetadata] = []
         """Those of the first run, once one of them is compared by itself."""
-        self._layouts: dict[int, Look] = {}
-        """The looks of the first run where a tensor lies otherwise in its memory."""
+        self._layouts: dict[int, TensorMetadata] = {}
+        """The metadata of the first run where a tensor lies otherwise in its memory."""
         self._difference: str | None = None
         self._is_matched = True
-        self._is_careful = bool(checksums) or not all(tickets)
+        self._checks_each_tensor = bool(checksums) or not all(handles)
 
     def pack(self, tensor: paddle.Tensor) -> None:
         """Keep the tensor, without its graph."""
         kept = without_graph(tensor)
         self._kept.append(kept)
         self._versions.append(version_of(kept))
-        if self._is_careful and len(self._kept) <= len(self._tickets):
-            self._look_now(len(self._kept) - 1, kept)
+        if self._checks_each_tensor and len(self._kept) <= len(self._handles):
+            self._compare_metadata(len(self._kept) - 1, kept)
 
-    def _look_now(self, count: int, tensor: paddle.Tensor) -> None:
-        """Compare a tensor while its values are those that were saved; it is not kept if its ticket
+    def _compare_metadata(self, count: int, tensor: paddle.Tensor) -> None:
+        """Compare a tensor while its values are those that were saved; it is not kept if its handle
         is not in the graph any more.
         """
         self._compare(count, tensor)
-        if self._tickets[count] is None:
+        if self._handles[count] is None:
             self._kept[count] = None
         elif self._checksums.get(count) not in (None, checksum(tensor)):
             self._note(count, f"({describe(tensor)}) has other values than in the first one")
@@ -113,12 +126,12 @@ class Repetition:
         """Note where a tensor differs from that of the first run, or lies otherwise in its memory:
         a reloaded input or a copied buffer may do so.
         """
-        self._looks = self._looks or each_look(self._first)
-        was, look = self._looks[count], look_of(tensor)
-        if was == look:
+        self._metadata = self._metadata or each_metadata(self._first)
+        was, metadata = self._metadata[count], metadata_of(tensor)
+        if was == metadata:
             return
         self._layouts[count] = was
-        if was[0] != look[0] or was[3] != look[3]:
+        if was[0] != metadata[0] or was[3] != metadata[3]:
             # Then it is not known which tensor is which, though others may be alike by chance.
             self._is_matched = False
             then = f"{dtype_name(dtype_in(was))}{[*was[3]]}"
@@ -127,25 +140,25 @@ class Repetition:
     def _note(self, count: int, difference: str) -> None:
         """Note the first difference."""
         if self._difference is None:
-            place = f"saved tensor {count} of {len(self._tickets)}"
+            place = f"saved tensor {count} of {len(self._handles)}"
             self._difference = f"{place} {difference}"
 
     def finish(self) -> None:
-        """Compare the two runs, and give the tensors to the tickets.
+        """Compare the two runs, and give the tensors to the handles.
 
         Raises:
-            RecomputeError: They saved different tensors, and the check is on or a ticket has no
+            RecomputeError: They saved different tensors, and the check is on or a handle has no
                 tensor; or it calls `keep` less often.
         """
-        kept, num_saved = self._kept, len(self._tickets)
+        kept, num_saved = self._kept, len(self._handles)
         if self.has_ended:
             del kept[num_saved:]
         elif (skipped := next(self.kept, None)) is not None:
             raise RecomputeError(
                 f"The second forward of {self.call.name} does not call {skipped.part.name}, its "
-                f"first forward did. {REPETITION_ADVICE}"
+                f"first forward did. {RECOMPUTATION_ADVICE}"
             )
-        if not self._is_careful and looks_of(kept) != self._first:
+        if not self._checks_each_tensor and metadata_lists_of(kept) != self._first:
             for count in range(min(len(kept), num_saved)):
                 # What was changed in place since raises when it is asked for.
                 if version_of(kept[count]) == self._versions[count]:
@@ -158,14 +171,14 @@ class Repetition:
         if self._difference is not None and (self.call.check or not is_matched):
             raise RecomputeError(
                 f"The second forward of {self.call.name} is not a repetition of the first: "
-                f"{self._difference}. {REPETITION_ADVICE}"
+                f"{self._difference}. {RECOMPUTATION_ADVICE}"
             )
-        for ticket, tensor, version in zip(self._tickets, kept, self._versions, strict=False):
-            if ticket is not None:
-                ticket.tensor, ticket.version, ticket.layout = tensor, version, None
+        for handle, tensor, version in zip(self._handles, kept, self._versions, strict=False):
+            if handle is not None:
+                handle.tensor, handle.version, handle.layout = tensor, version, None
         for count, layout in self._layouts.items():
-            if (ticket := self._tickets[count]) is not None:
-                ticket.layout = layout
+            if (handle := self._handles[count]) is not None:
+                handle.layout = layout
 
 
 def checksum(tensor: paddle.Tensor) -> int:

@@ -65,8 +65,8 @@ def mark_of(states: Any) -> object:
     """Something that is equal for equal `states`: what `generator_states` or `tracker_states` gave.
 
     A ``GeneratorState`` (2.6, 3.x) does not compare. On the CPU the mark is the number that is
-    drawn next; a GPU's stream is told by the offset, which only the state's text shows. Can go
-    when states compare.
+    drawn next; a GPU's stream is identified by the offset, which only the state's text shows. Can
+    go when states compare.
     """
     if isinstance(states, tuple) and states[1] is None:
         states = states[0]

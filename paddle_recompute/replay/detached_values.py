@@ -1,4 +1,4 @@
-"""What a place holds, held without the graphs of its tensors."""
+"""What a location holds, held without the graphs of its tensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import paddle
 from paddle_recompute import _nested
 
 
-class Held:
+class DetachedValue:
     """A tensor with a graph, held without its graph, or a tuple that contains such tensors.
 
-    Otherwise a place that is assigned in every step would link each graph to the one before.
+    Otherwise a location that is assigned in every step would link each graph to the one before.
     """
 
     __slots__ = ("_attributes", "_kind", "_original", "_value")
@@ -21,7 +21,7 @@ class Held:
     def __init__(self, value: Any) -> None:
         self._kind = type(value)
         if isinstance(value, tuple):
-            self._value: Any = [*map(hold, value)]
+            self._value: Any = [*map(detach_value, value)]
             self._attributes = _nested.attributes_of(value)
         else:
             self._original = weakref.ref(value)
@@ -36,20 +36,20 @@ class Held:
         return now is not None and self._original() is now
 
     def get(self) -> Any:
-        """The tensor, or its value if nobody else holds it; a tuple of these."""
+        """The tensor, or its value if it is not referenced elsewhere; a tuple of these."""
         if isinstance(self._value, list):
-            items = [content_of(item) for item in self._value]
+            items = [original_of(item) for item in self._value]
             return _nested.tuple_of(self._kind, items, self._attributes)
         original = self._original()
         return self._value if original is None else original
 
 
-def hold(value: Any) -> Any:
+def detach_value(value: Any) -> Any:
     """What to keep instead of `value`: without graph, if it is a tensor, or a tuple of some."""
     kind = type(value)
     if issubclass(kind, paddle.Tensor):
-        return value if value.is_leaf else Held(value)
-    return Held(value) if issubclass(kind, tuple) and not _is_leaf(value) else value
+        return value if value.is_leaf else DetachedValue(value)
+    return DetachedValue(value) if issubclass(kind, tuple) and not _is_leaf(value) else value
 
 
 def _is_leaf(value: Any) -> bool:
@@ -59,11 +59,11 @@ def _is_leaf(value: Any) -> bool:
     return not issubclass(kind, tuple) or all(map(_is_leaf, value))
 
 
-def content_of(held: Any) -> Any:
-    """The value that `hold` was given; if nobody else holds it, one with the same memory."""
-    return held.get() if isinstance(held, Held) else held
+def original_of(held: Any) -> Any:
+    """The value given to `detach_value`, or one with the same memory if it was freed."""
+    return held.get() if isinstance(held, DetachedValue) else held
 
 
 def is_same(held: Any, now: Any) -> bool:
-    """Whether `now` is the object that `hold` was given."""
-    return held is now or (isinstance(held, Held) and held.is_(now))
+    """Whether `now` is the object that `detach_value` was given."""
+    return held is now or (isinstance(held, DetachedValue) and held.is_(now))

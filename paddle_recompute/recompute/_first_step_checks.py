@@ -1,11 +1,11 @@
-"""What the first step shows of a selection: parts that nobody calls, and a second recompute.
+"""What the first step shows of a selection: parts that are not called, and a second recompute.
 
 A part that is wrapped and not called saves nothing: its ``forward()`` is called directly, or it is
 a container. A Layer that is called in the backward, and not by our second forward, is recomputed by
 the model as well: it has three forwards, which the first backward shows.
 
-A step may have several backwards, and a tower may be called between them. So parts that nobody has
-called are told when the step is over: a parameter was updated, and the next forward begins.
+A step may have several backwards, and a tower may be called between them. So parts without a call
+are reported when the step is over: a parameter was updated, and the next forward begins.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from paddle_recompute.replay import (
 _logger = logging.getLogger("paddle_recompute")
 
 
-class FirstStep:
+class FirstStepChecks:
     """Watches a model from `apply_recompute` until its first step is over, or it is unwrapped.
 
     Args:
         model: The model.
         parts: Its wrapped parts by name.
         wrapping: Goes when the last of `parts` is unwrapped or gone.
-        is_ours: Whether our engine recomputes them. Of fleet's, a second recompute cannot be told.
+        is_ours: Whether our engine recomputes them. A second one of fleet's cannot be detected.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ def _has_gradient(parameter: paddle.Tensor) -> bool:
     return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
 
 
-def _stop(reference: weakref.ref[FirstStep]) -> None:
+def _stop(reference: weakref.ref[FirstStepChecks]) -> None:
     step = reference()
     if step is not None:
         step.stop()

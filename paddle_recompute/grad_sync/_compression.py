@@ -11,10 +11,10 @@ from paddle_recompute.grad_sync._buckets import Bucket
 Compression = Literal["none", "bf16"]
 
 
-class Codec:
+class GradientCompression:
     """Encodes a bucket for the network and decodes the sum.
 
-    Without compression gradients travel as they are; float16 as float32 with gloo, whose sum of
+    Without compression gradients are sent as they are; float16 as float32 with gloo, whose sum of
     float16 is infinite on Paddle 3.3.1 and underflows on 2.6.2.
 
     ``"bf16"`` sends half the bytes. With error feedback, what rounding took from a gradient is
@@ -26,9 +26,9 @@ class Codec:
     Paddle 2.6.2, whose cast on a CPU cuts off: there about half of the bias stays in any case.
 
     A step in which a parameter has a gradient on no rank leaves its residual as it is. A step that
-    is skipped after the synchronization, because of an overflow, has sent it in vain. The residuals
-    of the step under way replace those of the step before only when the step has succeeded, so a
-    step that sends twice rounds twice the same.
+    is skipped after the synchronization, because of an overflow, has sent it for nothing. The
+    residuals of the step under way replace those of the step before only when the step has
+    succeeded, so a step that sends twice rounds twice the same.
 
     Attributes:
         residuals: The accumulated rounding error of each parameter (by index): flat tensors.

@@ -10,16 +10,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import paddle
 
-from paddle_recompute._paddle import guarded, travelling
+from paddle_recompute._paddle import guarded, released_memory
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.recompute import Slot
-from paddle_recompute.replay import Stamp, is_written_since, stamp_in_place, travels, watch_writes
+from paddle_recompute.replay import (
+    Stamp,
+    is_written_since,
+    stamp_in_place,
+    watch_offloaded,
+    watch_writes,
+)
 
 if TYPE_CHECKING:
     from paddle_recompute.offload._gradients import ShardGradients
 
 
-class Away:
+class OffloadedTensor:
     """A tensor and the slot that has its bytes while its memory is released.
 
     Whatever writes to the tensor while it is on the device is noticed: the slot is then written
@@ -63,9 +69,9 @@ class Away:
         return tensor
 
     @property
-    def is_here(self) -> bool:
+    def is_on_device(self) -> bool:
         """Whether it is on the device."""
-        return travelling.has_memory(self.tensor)
+        return released_memory.has_memory(self.tensor)
 
     def _is_written(self) -> bool:
         return (
@@ -76,50 +82,50 @@ class Away:
 
     def content(self) -> int:
         """Another number after each write."""
-        return self._num_written + (self.is_here and self._is_written())
+        return self._num_written + (self.is_on_device and self._is_written())
 
     def release(self) -> None:
         """Take it off the device."""
         with self._moving:
-            if self.is_here and not self._stays:
+            if self.is_on_device and not self._stays:
                 self.write()
                 self._arrived = None
-                travelling.release_memory(self.tensor)
+                released_memory.release_memory(self.tensor)
 
     def release_to_others(self) -> None:
         """`release`; graphs and views that the user has made keep the memory."""
         with self._moving:
             self.write()
             self._arrived = None
-            travelling.leave_memory(self.tensor)
+            released_memory.leave_memory(self.tensor)
 
     def unguard(self) -> None:
         """Let a parameter, which is here, be used like any other."""
         guarded.unguard(self.tensor)
 
     def guard(self) -> None:
-        """End of `unguard`: the rule of `_rule` holds for it."""
+        """End of `unguard`: the rule of `_refused_methods` holds for it."""
         if not self._stays:
             guarded.guard(self.tensor)
 
     def prefetch(self) -> None:
         """Begin to bring it back."""
-        if not self.is_here:
+        if not self.is_on_device:
             self.slot.prefetch()
 
     def cancel_prefetch(self) -> None:
         """Forget what `prefetch` has started."""
         self.slot.cancel_prefetch()
 
-    def bring(self) -> None:
+    def load(self) -> None:
         """Bring it to the device."""
         with self._moving:
-            if not self.is_here:
-                travelling.take_memory(self.tensor, self.slot.read())
+            if not self.is_on_device:
+                released_memory.take_memory(self.tensor, self.slot.read())
                 self._arrived = stamp_in_place(self.tensor)
 
     def mark_written(self) -> None:
-        """It was written to, in a way that nobody counts."""
+        """It was written to, without raising ``inplace_version``."""
         self._arrived = None
 
     def mark_written_by_owner(self) -> None:
@@ -129,26 +135,28 @@ class Away:
     def write(self) -> None:
         """Let the slot have its value now; it stays where it is."""
         with self._moving:
-            if self.is_here and self._is_written():
-                self.slot.write(travelling.over_same_memory(self.tensor))
+            if self.is_on_device and self._is_written():
+                self.slot.write(released_memory.over_same_memory(self.tensor))
                 self._form = _form_of(self.tensor)
                 self._num_written += 1
                 self._arrived = stamp_in_place(self.tensor)
 
-    def bring_for_good(self) -> None:
+    def load_permanently(self) -> None:
         """Bring it to the device for good."""
-        self.bring()
+        self.load()
         self.unguard()
         self._stays = True
 
     def set_value(self, value: Any) -> None:
         """Give it other values, wherever it is."""
-        copy = travelling.twin_of(self.tensor, paddle.empty(self.tensor.shape, self.tensor.dtype))
-        travelling.set_values_of(copy, value)
+        copy = released_memory.twin_of(
+            self.tensor, paddle.empty(self.tensor.shape, self.tensor.dtype)
+        )
+        released_memory.set_values_of(copy, value)
         with self._moving:
             self._num_written += 1
-            if self.is_here:
-                travelling.take_memory(self.tensor, copy)
+            if self.is_on_device:
+                released_memory.take_memory(self.tensor, copy)
                 self._arrived = None
             else:
                 self.slot.write(copy)
@@ -156,9 +164,9 @@ class Away:
     def numpy(self, *_: Any) -> np.ndarray[Any, Any]:
         """Its values, wherever it is; a copy."""
         with self._moving:
-            if not self.is_here:
+            if not self.is_on_device:
                 return self.slot.numpy()
-            kept = travelling.over_same_memory(self.tensor)
+            kept = released_memory.over_same_memory(self.tensor)
         return np.array(kept.numpy())
 
 
@@ -166,20 +174,22 @@ def _form_of(tensor: paddle.Tensor) -> tuple[list[int], Any]:
     return list(tensor.shape), tensor.dtype
 
 
-_AWAY = "_paddle_recompute_away"
+_OFFLOADED = "_paddle_recompute_offloaded"
 
 
-def away_of(value: object) -> Away | None:
-    """The `Away` of a parameter; None of all else."""
-    return getattr(value, _AWAY, None)
+def offloaded_tensor_of(value: object) -> OffloadedTensor | None:
+    """The `OffloadedTensor` of a parameter; None of all else."""
+    return getattr(value, _OFFLOADED, None)
 
 
-def let_travel(parameter: paddle.Tensor, slot: Slot) -> Away:
-    """An `Away` for a parameter, which leaves."""
-    away = Away(parameter, slot)
-    travels(parameter, away.content)
-    setattr(parameter, _AWAY, away)
-    parameter.numpy = away.numpy  # Paddle's own ends the process if the memory leaves meanwhile
-    away.release()
-    away.guard()
-    return away
+def offload_parameter(parameter: paddle.Tensor, slot: Slot) -> OffloadedTensor:
+    """An `OffloadedTensor` for a parameter, which leaves."""
+    offloaded = OffloadedTensor(parameter, slot)
+    watch_offloaded(parameter, offloaded.content)
+    setattr(parameter, _OFFLOADED, offloaded)
+    parameter.numpy = (
+        offloaded.numpy
+    )  # Paddle's own ends the process if the memory leaves meanwhile
+    offloaded.release()
+    offloaded.guard()
+    return offloaded

@@ -1,8 +1,8 @@
-"""What one rank gives up and all ranks give up with it, such as a Program that was refused.
+"""Collective fallback: what one rank leaves, such as a refused Program, all ranks leave.
 
-A rank gives up in the middle of a step, where no other rank is asked. It goes on by other means,
-which are right for itself; the small collective that ends each step of a `GradientSync` tells the
-others, who follow before their next step.
+A rank falls back in the middle of a step, where it cannot ask the others. It goes on by other
+means, which are right for itself; the small collective that ends each step of a `GradientSync`
+tells the others, who follow before their next step.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Protocol
 
 
 class Member(Protocol):
-    """Something that may be given up, in the same way on all ranks."""
+    """Something that all ranks can fall back from in the same way."""
 
     refusal: str
-    """Why it was given up on this rank; "" if it was not."""
+    """Why this rank fell back; "" if it did not."""
 
     def follow(self) -> None:
-        """Another rank has given it up, or another member. Does nothing if it was given up here."""
+        """Another rank or member has fallen back. Does nothing if this one already has."""
 
 
 _members: weakref.WeakKeyDictionary[object, Member] = weakref.WeakKeyDictionary()
@@ -26,7 +26,7 @@ _telling: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def take_part(owner: object, member: Member) -> None:
-    """Let `member` follow what other ranks give up, as long as `owner` lives.
+    """Let `member` follow the fallback of other ranks, as long as `owner` lives.
 
     Args:
         owner: What `member` belongs to; it may have one member, the last one. `member` must not
@@ -46,12 +46,12 @@ def is_told() -> bool:
     return bool(_telling)
 
 
-def has_withdrawn() -> bool:
-    """Whether a member was given up on this rank."""
+def has_fallen_back() -> bool:
+    """Whether a member fell back on this rank."""
     return any(member.refusal for member in _members.values())
 
 
 def follow() -> None:
-    """Some rank has given up a member: give up all of them."""
+    """Some rank has fallen back: let all members fall back."""
     for member in list(_members.values()):
         member.follow()

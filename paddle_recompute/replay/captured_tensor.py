@@ -10,12 +10,12 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import is_initialized, is_parameter
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.contents import content_of, hold
+from paddle_recompute.replay.detached_values import detach_value, original_of
 from paddle_recompute.replay.flags import flag_of
 from paddle_recompute.replay.snapshot import Undo
 
 
-class Captured:
+class CapturedTensor:
     """A tensor that the function reads and that is not one of its arguments.
 
     Attributes:
@@ -31,7 +31,7 @@ class Captured:
 
     def __init__(self, tensor: paddle.Tensor, name: str, owner: paddle.nn.Layer | None) -> None:
         self.identity, self.flag = id(tensor), flag_of(tensor)
-        self._held = hold(tensor)
+        self._held = detach_value(tensor)
         # Without its graph, but with its memory and version counter.
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
         self.with_graph = None if tensor.is_leaf else weakref.ref(tensor)
@@ -41,7 +41,7 @@ class Captured:
 
     def get(self) -> paddle.Tensor:
         """The tensor that the function will read again."""
-        tensor: paddle.Tensor = content_of(self._held)
+        tensor: paddle.Tensor = original_of(self._held)
         return tensor
 
     def is_released(self) -> bool:
@@ -65,7 +65,7 @@ class Captured:
             if is_parameter(self._tensor):
                 what = f"'{self.name}', the parameter '{self._tensor.name}'"
             error = RecomputeError(
-                f"{what}, which a recomputed function reaches, was changed in place between its "
+                f"{what}, which a recomputed function reaches, was changed in location between its "
                 "forward and its backward, so the forward cannot be repeated. Run the backward "
                 "before the change, or change a copy."
             )

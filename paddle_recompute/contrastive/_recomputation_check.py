@@ -31,7 +31,7 @@ def check_repetition(repeated: Sequence[tuple[str, paddle.Tensor]]) -> None:
     """Check that the second forwards returned what the first ones did; waits for the device.
 
     Args:
-        repeated: Names of inputs, each with what `Repetition.answer` returned.
+        repeated: Names of inputs, each with what `RecomputationCheck.answer` returned.
 
     Raises:
         RecomputeError: One returned other numbers.
@@ -60,7 +60,7 @@ def nan_unless(is_equal: paddle.Tensor, gradient: paddle.Tensor) -> paddle.Tenso
     return gradient * factor.astype(gradient.dtype)
 
 
-class Repetition:
+class RecomputationCheck:
     """Compares the outputs of an encoder's second forwards with those of its first ones.
 
     Args:

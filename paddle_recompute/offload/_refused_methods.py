@@ -1,4 +1,4 @@
-"""The rule of a parameter that is away: its values come and go as a whole.
+"""The rule of a parameter that is offloaded: its values come and go as a whole.
 
 ``numpy()`` reads the values and ``set_value()`` writes them. An operator that is given the
 parameter raises by itself: it has no memory. Refused here is what would go wrong in silence: its
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from paddle_recompute._paddle import guarded
 from paddle_recompute.errors import OffloadError
-from paddle_recompute.offload._away import Away, away_of
+from paddle_recompute.offload._offloaded_tensor import OffloadedTensor, offloaded_tensor_of
 
 _RESIDENT = (
     "Inside `with resident(model):` (of paddle_recompute.offload) it is on the device, with its "
@@ -29,7 +29,7 @@ _VIEWS_AND_COPIES = ("detach", "cpu", "cuda", "pin_memory", "__dlpack__", "data_
 
 
 @functools.cache
-def enforce() -> None:
+def refuse_methods() -> None:
     """Enforce the rule from now on."""
     gradient = property(_refuse_gradient, _set_gradient)
     refused = (*guarded.in_place_methods(), *_VIEWS_AND_COPIES)
@@ -42,22 +42,24 @@ def enforce() -> None:
             "gradient": _refuse_gradient,
             "clear_gradient": _clear,
             "clear_grad": _clear,
-            "set_value": lambda parameter, value: _away(parameter).set_value(value),
+            "set_value": lambda parameter, value: _offloaded(parameter).set_value(value),
             "__array__": _array,
-            "__deepcopy__": lambda parameter, memo: _away(parameter).__reduce_ex__(2),
-            "__reduce_ex__": lambda parameter, protocol: _away(parameter).__reduce_ex__(protocol),
+            "__deepcopy__": lambda parameter, memo: _offloaded(parameter).__reduce_ex__(2),
+            "__reduce_ex__": lambda parameter, protocol: _offloaded(parameter).__reduce_ex__(
+                protocol
+            ),
         }
     )
 
 
-def _away(parameter: paddle.Tensor) -> Away:
-    away = away_of(parameter)
-    assert away is not None
-    return away
+def _offloaded(parameter: paddle.Tensor) -> OffloadedTensor:
+    offloaded = offloaded_tensor_of(parameter)
+    assert offloaded is not None
+    return offloaded
 
 
 def _array(parameter: paddle.Tensor, *args: Any, **kwargs: Any) -> NDArray[Any]:
-    return np.asarray(_away(parameter).numpy(), *args, **kwargs)
+    return np.asarray(_offloaded(parameter).numpy(), *args, **kwargs)
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
@@ -85,7 +87,7 @@ def _set_gradient(parameter: paddle.Tensor, gradient: Any) -> None:
 
 
 def _clear(parameter: paddle.Tensor, set_to_zero: bool = True) -> None:
-    away = _away(parameter)
-    gradients = away.gradients()
+    offloaded = _offloaded(parameter)
+    gradients = offloaded.gradients()
     if gradients is not None:
-        gradients.clear([away.index], set_to_zero=set_to_zero)
+        gradients.clear([offloaded.index], set_to_zero=set_to_zero)

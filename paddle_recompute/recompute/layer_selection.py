@@ -19,12 +19,12 @@ from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import RecomputeError, SelectionError, listed
 from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.recompute._auto import find_blocks, is_container
-from paddle_recompute.recompute._first_step import FirstStep
+from paddle_recompute.recompute._first_step_checks import FirstStepChecks
 from paddle_recompute.recompute._fleet import wrap_with_fleet
 from paddle_recompute.recompute._parts import is_cheap, join, named_parts
 from paddle_recompute.recompute.function import RecomputeOptions
 from paddle_recompute.recompute.program.marked_call import Mark
-from paddle_recompute.recompute.treatment import WRAPPED, keep_part, wrap_part
+from paddle_recompute.recompute.wrapping import WRAPPED, keep_part, wrap_part
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -37,7 +37,7 @@ class RecomputeReport:
         wrapped: Names of the recomputed parts, in the model's order.
         segments: The same names, grouped: a Program recomputes the parts of a group together.
         left_out: Names that match a pattern but are not wrapped, each with the reason.
-        gives_up_outputs: Names of the cheap parts whose outputs a Program recomputes too.
+        discard_outputs: Names of the cheap parts whose outputs a Program recomputes too.
         chosen: What ``checkpoints: auto`` found, as ``"encoder.layers.* (12 x EncoderLayer)"``.
         kept: Names of the parts inside the wrapped ones that the second forward does not run.
 
@@ -49,10 +49,10 @@ class RecomputeReport:
     wrapped: tuple[str, ...] = ()
     segments: tuple[tuple[str, ...], ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
-    gives_up_outputs: tuple[str, ...] = ()
+    discard_outputs: tuple[str, ...] = ()
     chosen: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    _first_step: FirstStep | None = field(default=None, repr=False, compare=False)
+    _first_step_checks: FirstStepChecks | None = field(default=None, repr=False, compare=False)
 
     def verify(self) -> None:
         """Check, after a step, that what was wrapped is called, and recomputed once.
@@ -62,28 +62,28 @@ class RecomputeReport:
                 as well (three forwards). The message names the parts.
             RecomputeError: No backward of the model has ended yet.
         """
-        if self._first_step is None:
+        if self._first_step_checks is None:
             return
-        if not self._first_step.has_gradients:
+        if not self._first_step_checks.has_gradients:
             raise RecomputeError(
                 "RecomputeReport.verify() tells what the first step did, and no backward has given "
                 "a gradient to a parameter of the model yet; call it after one"
             )
-        faults = self._first_step.faults()
+        faults = self._first_step_checks.faults()
         if faults:
             raise SelectionError("; ".join(faults))
 
     def stop_watching(self) -> None:
         """Do not check the first step."""
-        if self._first_step is not None:
-            self._first_step.stop()
+        if self._first_step_checks is not None:
+            self._first_step_checks.stop()
 
     def __str__(self) -> str:
         lines = [f"recompute: {len(self.wrapped)} parts in {len(self.segments)} segments"]
         lines += [f"  checkpoints: auto chose {one}" for one in self.chosen]
         for segment in self.segments:
             note = (
-                "" if segment[0] not in self.gives_up_outputs else " (in a Program, its output too)"
+                "" if segment[0] not in self.discard_outputs else " (in a Program, its output too)"
             )
             lines.append(f"  {' + '.join(segment)}{note}")
         lines += [f"  {name}: kept" for name in self.kept]
@@ -179,13 +179,13 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
         for names in segments:
             segment = names[-1] if len(names) > 1 else ""
             for position, name in enumerate(names):
-                mark = Mark(segment, continues=position > 0, gives_up_outputs=name in cheap)
+                mark = Mark(segment, continues=position > 0, discard_outputs=name in cheap)
                 wrap_part(owners, name, parts[name], options, mark)
         for name in kept:
             keep_part(owners, name)
     now = named_parts(model)[0]  # functions have become `RecomputedFunction`s
     watched = {name: now[name] for name in wrapped}
-    first_step = FirstStep(model, watched, wrapping, is_ours=config.engine != "fleet")
+    first_step = FirstStepChecks(model, watched, wrapping, is_ours=config.engine != "fleet")
     return RecomputeReport(wrapped, segments, left_out, cheap, found, kept, first_step)
 
 

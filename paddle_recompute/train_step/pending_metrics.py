@@ -1,9 +1,9 @@
-"""What steps have left on the device that nobody has looked at: losses and gradient norms.
+"""Pending metrics: losses and gradient norms not yet copied to the host.
 
 To read a number of a step, the host waits until the device has made the step, and meanwhile puts no
-more work into its queue. So nothing is read before somebody asks, and what follows from the numbers
-is done on the device: where loss or norm of a step is not finite, this step and all after it leave
-the parameters alone. The error comes when one of these steps is looked at.
+more work into its queue. So nothing is copied before it is asked for, and what follows from the
+numbers is done on the device: where loss or norm of a step is not finite, this step and all after
+it leave the parameters alone. The error comes when one of these steps is looked at.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import paddle
 from paddle_recompute.errors import DivergenceError
 
 LOOK_EVERY = 64
-"""Steps after which `TrainStep` looks at them itself, where nobody else does."""
+"""Steps after which `TrainStep` reads them itself."""
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class Outcome:
         divisors: What each of them counts less than its value.
         norm: Of the gradient, one number.
         agreed_loss: The loss of all ranks, where there are several: float64, ``[1]``.
-        figures: (loss, norm), where somebody has looked at them.
+        figures: (loss, norm), where they were read.
         error: Why the update of this step was not made, where that is known.
     """
 
@@ -73,7 +73,7 @@ def read_all(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
     return [outcome.figures for outcome in outcomes if outcome.figures is not None]
 
 
-class UnreadSteps:
+class PendingMetrics:
     """The steps since the last look.
 
     Args:

@@ -25,7 +25,7 @@ WRAPPED = (RecomputeLayer, RecomputedFunction, FleetRecomputeLayer)
 """The parts that are recomputed."""
 
 
-def treat_calls(
+def wrap_calls(
     model: paddle.nn.Layer,
     calls: Iterable[tuple[str, int]],
     num_calls: Mapping[str, int],
@@ -77,7 +77,7 @@ def keep_part(owners: Mapping[str, paddle.nn.Layer], name: str) -> None:
         replace_class(owner, keeping(attribute))
 
 
-def is_treated(model: paddle.nn.Layer) -> str | None:
+def first_wrapped_part(model: paddle.nn.Layer) -> str | None:
     """The name of the first part of `model` that is wrapped already; None if none is."""
     for name, part in named_parts(model)[0].items():
         if isinstance(part, WRAPPED):
@@ -106,7 +106,7 @@ def undo_recompute(model: paddle.nn.Layer) -> None:
             layer.unwrap()
 
 
-def hands_on(part: Any) -> bool:
+def passes_input_through(part: Any) -> bool:
     """Whether the part hands its input on, so that there is nothing to compute again."""
     nn = paddle.nn
     dropouts = (nn.Dropout, nn.Dropout2D, nn.Dropout3D, nn.AlphaDropout)

@@ -10,12 +10,12 @@ from typing import Any
 from paddle_recompute._paddle.fleet_recompute import fleet_recompute, rebind
 
 num_running = 0
-"""Blocks of `called_plainly`: they may nest, and threads may overlap."""
+"""Blocks of `without_recompute`: they may nest, and threads may overlap."""
 _lock = threading.Lock()
 
 
 @contextmanager
-def called_plainly() -> Iterator[None]:
+def without_recompute() -> Iterator[None]:
     """Inside, every call of a recomputed Layer or function is the plain call, in all threads.
 
     It holds for `recompute`, for wrapped Layers, and for fleet's ``recompute`` wherever a module

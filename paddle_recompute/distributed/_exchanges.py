@@ -14,7 +14,7 @@ _MOST_PLACES = 8
 Tell = Callable[[int, Message], None]
 
 
-class Meetings:
+class Exchanges:
     """The exchanges that not all ranks have arrived at yet.
 
     Args:
@@ -50,7 +50,7 @@ class Meetings:
 
 class Waits:
     """Who has waited for more than a tick, and where: whom the others wait for, and whether all
-    wait at different places, so that nobody will ever go on.
+    wait at different places, so that no rank can continue.
     """
 
     def __init__(self, tell: Tell) -> None:
@@ -83,9 +83,11 @@ class Waits:
                 by_place.setdefault(wait["place"], []).append(rank)
             news: Message = {"kind": "waiting", "among": among, "ranks": sorted(waits)}
             if len(waits) == min(wait["size"] for wait in waits.values()) and len(by_place) > 1:
-                news["apart"] = [
+                news["different_calls"] = [
                     {"label": waits[ranks[0]]["label"], "ranks": ranks}
                     for ranks in [*by_place.values()][:_MOST_PLACES]
                 ]
             for rank, wait in waits.items():
-                self._tell(rank, {**news, "serial": wait["serial"]} if "apart" in news else news)
+                self._tell(
+                    rank, {**news, "serial": wait["serial"]} if "different_calls" in news else news
+                )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_recompute._paddle.random_streams import (
+from paddle_recompute._paddle.rng_state import (
     generator_states,
     hybrid_parallel_tracker,
     mark_and_move,
@@ -69,52 +69,59 @@ _STREAMS: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
 """What reads the state of each stream, what sets it, and what is equal for equal states."""
 
 
-class Draws:
-    """Let a repetition draw what the first call drew.
+class RngReplay:
+    """Let the recomputation draw what the first call drew.
 
-    A stream that the call does not draw from is not touched in the repetition. So functions that
+    A stream that the call does not draw from is not touched in the recomputation. So functions that
     draw nothing do not disturb other threads, and other threads do not disturb them.
 
     **Threads.** Paddle, NumPy and Python have one global stream each for all threads, and none of
     them tells which thread has drawn. `problem` says when another thread may have drawn from
-    Paddle's streams during the call or its repetition: a recomputed function ran at the same time,
-    or a stream ends in another state. Draws from the other streams are not compared.
+    Paddle's streams during the call or its recomputation: a recomputed function ran at the same
+    time, or a stream ends in another state. The numbers of the other streams are not compared.
     """
 
     __slots__ = (
-        "_first_was_alone", "_is_alone", "_marks", "_may_seed", "_start", "_thread", "moves",
-        "of_the_host", "problem",
+        "_first_was_alone",
+        "_is_alone",
+        "_marks",
+        "_may_seed",
+        "_start",
+        "_thread",
+        "moves",
+        "problem",
+        "uses_host_rng",
     )  # fmt: skip
 
     _start: tuple[Any, Any, Any, Any]
     """The fields of an `RngState`."""
 
-    def __init__(self, *, of_the_host: bool, may_seed: bool = False) -> None:
+    def __init__(self, *, uses_host_rng: bool, may_seed: bool = False) -> None:
         """Before the call; `end_first` must follow.
 
         Args:
-            of_the_host: Whether the call may draw from NumPy's stream or Python's.
+            uses_host_rng: Whether the call may draw from NumPy's stream or Python's.
             may_seed: Whether it may set a stream: one that ends where it began may have moved.
         """
-        self.of_the_host, self._may_seed = False, may_seed
+        self.uses_host_rng, self._may_seed = False, may_seed
         self._start = generator_states(), tracker_states(), None, None
-        if of_the_host:
-            self.read_host()
+        if uses_host_rng:
+            self.read_host_rng()
         self.moves = True
-        """After `end_first`: whether there is a stream that the repetition must start again."""
+        """After `end_first`: whether the recomputation must restore a stream."""
         self.problem: str | None = None
         """After `end_again`: why other numbers may have been drawn from Paddle's streams."""
         self._begin()
 
-    def read_host(self) -> None:
+    def read_host_rng(self) -> None:
         """During the call, which may draw from NumPy's stream or Python's from now on."""
-        if not self.of_the_host:
-            self.of_the_host = True
+        if not self.uses_host_rng:
+            self.uses_host_rng = True
             self._start = (*self._start[:2], np.random.get_state(), random.getstate())
 
     def now(self) -> RngState:
         """During the call: the states now."""
-        host = (np.random.get_state(), random.getstate()) if self.of_the_host else (None, None)
+        host = (np.random.get_state(), random.getstate()) if self.uses_host_rng else (None, None)
         return RngState(generator_states(), tracker_states(), *host)
 
     def go_on_from(self, state: RngState) -> None:
@@ -151,7 +158,7 @@ class Draws:
         self.moves = any(self._start)
 
     def begin_again(self) -> RngState:
-        """Before the repetition; `end_again` must follow, with the result."""
+        """Before the recomputation; `end_again` must follow, with the result."""
         self.problem = None
         start = RngState(*self._start)
         before = start.now()
@@ -160,7 +167,7 @@ class Draws:
         return before
 
     def end_again(self, before: RngState) -> None:
-        """After the repetition."""
+        """After the recomputation."""
         was_alone = self._end()
         if self._start[0] is not None:
             self.problem = self._compare(mark_and_move(), was_alone)
@@ -185,4 +192,4 @@ class Draws:
         return None
 
 
-_running: list[Draws] = []
+_running: list[RngReplay] = []
