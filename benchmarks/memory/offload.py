@@ -111,7 +111,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def bandwidth() -> float:
-    """Bytes per second of one tensor of 64 MiB to the file and back, as a shard travels."""
+    """Bytes per second of one tensor of 64 MiB to the file and back, as a shard is sent."""
     tensor = paddle.zeros([16 * 2**20])
     slot = slots("disk", None)()
     slot.write(tensor)

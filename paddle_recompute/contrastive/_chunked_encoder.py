@@ -79,7 +79,7 @@ class ChunkedEncoder:
         """After `encode`: whether an output needs a gradient."""
         # By head (place among the outputs): of each chunk.
         self._gradients: dict[int, list[paddle.Tensor]] = {}
-        self._repetition: RecomputationCheck
+        self._recomputation_check: RecomputationCheck
 
     def encode(self, reached: list[ChunkedEncoder], before: ChunkedEncoder | None = None) -> Any:
         """The first forward of every chunk.
@@ -147,7 +147,7 @@ class ChunkedEncoder:
                 receive = functools.partial(self._receive, place, reached)
                 heads[place] = _source(heads[place], receive)
         if trained:
-            self._repetition = RecomputationCheck(self.name, firsts, self._cut)
+            self._recomputation_check = RecomputationCheck(self.name, firsts, self._cut)
         else:
             self._calls, self._outputs = [], []
         order = iter(heads)
@@ -162,7 +162,7 @@ class ChunkedEncoder:
         if self._keeps_graph:
             outputs, self._outputs = self._outputs, []
         else:
-            self._repetition.compare_if_due()
+            self._recomputation_check.compare_if_due()
             output = self._calls[number].repeat(*self._arguments(number))
             outputs = self._leaves(output, number, again=True)
             del output
@@ -192,7 +192,7 @@ class ChunkedEncoder:
         """Whether the second forwards returned what the first ones did: one bool, not read; None if
         there were none.
         """
-        return self._repetition.answer()
+        return self._recomputation_check.answer()
 
     def _first(self, number: int, last: Call | None) -> Any:
         """The first forward of a chunk, recorded; `last`: the call right before the first chunk."""
@@ -221,11 +221,11 @@ class ChunkedEncoder:
     def _note(self, outputs: list[paddle.Tensor], number: int) -> paddle.Tensor | None:
         """Note a second forward; returns, for the last chunk, whether all were repetitions."""
         for place in self._gradients:
-            self._repetition.note(place, self._paths[place], outputs[place])
+            self._recomputation_check.note(place, self._paths[place], outputs[place])
         if number < self.num_chunks - 1:
             return None
-        answer = self._repetition.answer()
-        self._repetition.end()
+        answer = self._recomputation_check.answer()
+        self._recomputation_check.end()
         return answer
 
     def _leaves(self, output: Any, number: int, *, again: bool = False) -> list[paddle.Tensor]:

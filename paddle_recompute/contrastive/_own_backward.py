@@ -58,7 +58,7 @@ class ChunksWithOwnBackward(ChunkedEncoder):
         self._states: list[tuple[RngReplay, AmpState, Any]] = []
 
     def backward(self, number: int) -> None:
-        self._repetition.compare_if_due()
+        self._recomputation_check.compare_if_due()
         gradients = {
             self._paths[place]: self._gradient_of(place, number) for place in self._gradients
         }

@@ -46,7 +46,7 @@ class FleetReduction:
         self._group = group
         all_reducer = AllReducer(group)
         self._is_gloo = all_reducer.is_gloo
-        self._agreement = ConsistencyCheck(listed, group, all_reducer, start)
+        self._consistency_check = ConsistencyCheck(listed, group, all_reducer, start)
         self.timeline: Timeline | None = None
         """The last step's times; without buckets, as Paddle does not tell about them."""
         self._refuse_unsupported()
@@ -63,7 +63,7 @@ class FleetReduction:
         """Replace every gradient by the mean over the ranks."""
         backward_ended = time.perf_counter()
         self._listed.read()
-        _, agreed = self._agreement.reach(StepFlags(), report, self._label)
+        _, agreed = self._consistency_check.reach(StepFlags(), report, self._label)
         self._refuse_unsupported()
         if agreed.counts_differ and report.count is not None:
             with paddle.no_grad():
@@ -106,7 +106,7 @@ class FleetReduction:
     def _with_gradient_anywhere(self) -> list[paddle.Tensor]:
         """The parameters that have a gradient on any rank, now on every rank."""
         listed, found = self._listed, []
-        without = self._agreement.without_gradient(self._label("which gradients there are"))
+        without = self._consistency_check.without_gradient(self._label("which gradients there are"))
         for index in listed.trained:
             parameter = listed.parameters[index]
             if index in without or not parameter.size:

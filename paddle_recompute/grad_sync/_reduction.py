@@ -117,7 +117,7 @@ class BucketedReduction:
         self._warns_of_unused = not expects_unused
         self._compression = compression
         self._all_reducer = AllReducer(group)
-        self._agreement = ConsistencyCheck(listed, group, self._all_reducer, start)
+        self._consistency_check = ConsistencyCheck(listed, group, self._all_reducer, start)
         self._expected: dict[int, int] = {}
         """How often the last backward adds to each gradient."""
         self._buckets: list[Bucket] = []
@@ -165,7 +165,7 @@ class BucketedReduction:
         # What is offloaded is gone before `finish`, and cannot be sent again.
         if (self._counts_differ or self._listed.offloaded) and report.count is not None:
             label = self._label("number of examples")
-            self._weight = self._agreement.weight_of(report.count, label)
+            self._weight = self._consistency_check.weight_of(report.count, label)
         self._began = time.perf_counter()
         self._first: float | None = None
         self._sent = InFlightGradients()
@@ -213,7 +213,7 @@ class BucketedReduction:
         if self._early:  # other ranks may have sent more
             self._send_to(self._num_before_agreement)
         own = self._flags()
-        flags, agreed = self._agreement.reach(own, report, self._label)
+        flags, agreed = self._consistency_check.reach(own, report, self._label)
         if flags.changed_by_hand:
             self._stop_sending_early()
         self._counts_differ = agreed.counts_differ
@@ -226,7 +226,7 @@ class BucketedReduction:
             self._wait()
             self._begin_sending()
         elif flags.missing:
-            without_gradient = self._agreement.without_gradient(
+            without_gradient = self._consistency_check.without_gradient(
                 self._label("which gradients there are")
             )
         if self._order != self._usual:
@@ -368,7 +368,7 @@ class BucketedReduction:
         order = sorted(range(size), key=lambda i: (last.get(i, len(arrived)), -i))
         is_first = peers().rank == self._ranks[0]  # whose order all take over
         present = [gradient is not None for gradient in self._listed.gradients]
-        learnt = self._agreement.largest(
+        learnt = self._consistency_check.largest(
             [*present, *(i * is_first for i in order)], self._label("order of gradients")
         )
         without_gradient = frozenset(i for i in range(size) if not learnt[i])

@@ -159,7 +159,7 @@ class Call:
         for tensor, stamp in stamps:
             if _writes.is_written_since(tensor, stamp):
                 raise RecomputeError(
-                    f"{self.name} changes {_argument(args, kwargs, tensor)} in location, "
+                    f"{self.name} changes {_argument(args, kwargs, tensor)} in place, "
                     "so the second forward would read other values than the first. Let it "
                     "change a copy (x = x.clone() before the in-location operation)."
                 )

@@ -65,7 +65,7 @@ class CapturedTensor:
             if is_parameter(self._tensor):
                 what = f"'{self.name}', the parameter '{self._tensor.name}'"
             error = RecomputeError(
-                f"{what}, which a recomputed function reaches, was changed in location between its "
+                f"{what}, which a recomputed function reaches, was changed in place between its "
                 "forward and its backward, so the forward cannot be repeated. Run the backward "
                 "before the change, or change a copy."
             )

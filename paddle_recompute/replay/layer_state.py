@@ -421,7 +421,7 @@ class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
             raise RecomputeError(_writes.released(f"The parameter '{parameter.name}'"))
         raise RecomputeError(
             f"{what} was changed between the forward and the backward (by an optimizer, set_value, "
-            "set_state_dict or in location), so the forward cannot be repeated. Run the backward "
+            "set_state_dict or in place), so the forward cannot be repeated. Run the backward "
             "before the change."
         )
 

@@ -81,7 +81,7 @@ class ShardedOptimizer:
         self._parameter_list = check_model(model, len(ranks))
         self._known = {id(parameter) for parameter in self._parameter_list}
         self._walk = ParameterWalk(model)
-        self._travel: ParameterAllGather | None = None
+        self._all_gather: ParameterAllGather | None = None
         parts = parts_of_ranks(self._parameter_list, len(ranks))
         own = parts[0]
         if len(ranks) > 1:
@@ -89,7 +89,7 @@ class ShardedOptimizer:
                 self._names(), self._parameter_list, structured=True, scope=scope_of(group)
             )
             own = parts[ranks.index(dist.get_rank())]
-            self._travel = ParameterAllGather(parts, self._parameter_list, group)
+            self._all_gather = ParameterAllGather(parts, self._parameter_list, group)
         self._num_updates = 0
         self.owned = frozenset(parameter.name for parameter in own)
         """Paddle's names of the parameters that this rank owns."""
@@ -126,11 +126,11 @@ class ShardedOptimizer:
         self._is_updating = True
         self.inner.step()
         self._num_updates += 1
-        if self._travel is not None:
+        if self._all_gather is not None:
             for parameter in self._parameter_list:
                 if parameter.grad is not None:
                     note_write(parameter)
-            self._travel.send(self._num_updates)
+            self._all_gather.send(self._num_updates)
             if self._debug:
                 self._compare()
         self._is_updating = False
@@ -210,7 +210,7 @@ class ShardedOptimizer:
             SyncError: An update did not reach all ranks.
         """
         self._check_whole()
-        return dict(own) if self._travel is None else gathered(own, self._group, keep)
+        return dict(own) if self._all_gather is None else gathered(own, self._group, keep)
 
     def _check_whole(self) -> None:
         if self._is_updating:

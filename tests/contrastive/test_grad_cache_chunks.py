@@ -7,7 +7,7 @@ import paddle
 import pytest
 
 from paddle_recompute import GradCache
-from paddle_recompute.contrastive import _repetition
+from paddle_recompute.contrastive import _recomputation_check
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import is_recomputing
 from tests.contrastive.encoders import (
@@ -42,13 +42,13 @@ def test_every_row_of_a_chunk_must_be_repeated(chunk: int, row: int, spoilt: flo
         GradCache(changing, criterion, chunk_size=SIZE).backward(query, positive)
 
 
-@pytest.mark.parametrize("num_bytes", [0, _repetition.COMPARED_BYTES])
+@pytest.mark.parametrize("num_bytes", [0, _recomputation_check.COMPARED_BYTES])
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_a_chunk_that_is_not_repeated_makes_the_gradient_nan(
     chunk: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever it is, and however many are compared at once; the host is not told meanwhile."""
-    monkeypatch.setattr(_repetition, "COMPARED_BYTES", num_bytes)
+    monkeypatch.setattr(_recomputation_check, "COMPARED_BYTES", num_bytes)
     encoder, query, positive = make(1), texts(1), texts(2)
     first = query[chunk * SIZE].tolist()
     wrong = False

@@ -15,7 +15,7 @@ import pytest
 from paddle_recompute import ContrastiveLoss, TrainStep
 from paddle_recompute.distributed import peers, values_of_ranks
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync import GradientSync, _agreement
+from paddle_recompute.grad_sync import GradientSync, _consistency_check
 from tests.distributed.mortal_ranks import results_of
 from tests.fake_device import selected
 from tests.ranks import each_on_ranks
@@ -33,7 +33,7 @@ class Counting:
 
     def __enter__(self) -> Counting:
         all_reduce, send = dist.all_reduce, peers()._link.send
-        reduce_numbers = _agreement.reduce_numbers
+        reduce_numbers = _consistency_check.reduce_numbers
 
         def reduce(tensor: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.gradients += tensor.dtype != paddle.float64
@@ -49,7 +49,9 @@ class Counting:
 
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(mock.patch.object(dist, "all_reduce", reduce))
-        self._patches.enter_context(mock.patch.object(_agreement, "reduce_numbers", reduce_small))
+        self._patches.enter_context(
+            mock.patch.object(_consistency_check, "reduce_numbers", reduce_small)
+        )
         self._patches.enter_context(mock.patch.object(peers()._link, "send", say))
         return self
 

@@ -108,14 +108,14 @@ def worker_of_debug() -> str:
     training.run(0, 1)
     optimizer = training.optimizer
     foreign = [p for p in optimizer._parameter_list if p.name not in optimizer.owned]
-    send = optimizer._travel.send
+    send = optimizer._all_gather.send
 
     def send_and_write(number: int) -> None:
         send(number)
         if dist.get_rank() == 1:
             foreign[0].set_value(foreign[0] + 1)
 
-    optimizer._travel.send = send_and_write
+    optimizer._all_gather.send = send_and_write
     with pytest.raises(SyncError) as caught:
         training.run(1, 2)
     with pytest.raises(SyncError, match=r"did not reach all ranks|failed"):

@@ -102,17 +102,17 @@ test_on_two_ranks = each_on_ranks(
 
 def worker_whose_send_fails() -> list[str]:
     training = Training(Case(), sharded=True).run(0, 1)
-    send = training.optimizer._travel.send
+    send = training.optimizer._all_gather.send
 
     def fail(number: int) -> None:
         raise OSError("planted")
 
-    training.optimizer._travel.send = fail
+    training.optimizer._all_gather.send = fail
     assert not training.optimizer.is_updating
     with pytest.raises(OSError, match="planted"):
         training.run(1, 2)
     assert training.optimizer.is_updating and training.step.is_updating
-    training.optimizer._travel.send = send
+    training.optimizer._all_gather.send = send
     told = []
     calls: list[Callable[[], object]] = [training.optimizer.step, training.step.state_dict]
     for call in [*calls, training.optimizer.state_dict]:

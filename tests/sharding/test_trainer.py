@@ -15,7 +15,7 @@ import paddle.distributed as dist
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.distributed import gathered
-from paddle_recompute.sharding import _travel
+from paddle_recompute.sharding import _all_gather
 from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
 from tests.distributed.mortal_ranks import assert_rank_0_names_killed_rank_1
 from tests.ranks import run_ranks
@@ -43,7 +43,7 @@ def train_and_be_killed(folder: str, place: str) -> None:
     saved = Path(folder) / "run" / "checkpoint" / "step-2"
     sound = dist.broadcast
     calls = []
-    running = _travel._carry.__globals__ if place == "update" else gathered.__globals__
+    running = _all_gather._carry.__globals__ if place == "update" else gathered.__globals__
 
     def broadcast(tensor: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == 1 and saved.exists():

@@ -14,7 +14,7 @@ from paddle.static import InputSpec
 from paddle_recompute import ContrastiveLoss, GradCache
 from paddle_recompute._paddle import memory
 from paddle_recompute.app.config import Config
-from paddle_recompute.contrastive import _repetition
+from paddle_recompute.contrastive import _recomputation_check
 from paddle_recompute.errors import (
     ConfigError,
     DataError,
@@ -229,7 +229,7 @@ def test_bfloat16_is_near_float32_and_recompute_changes_no_bit_of_it(
 ) -> None:
     """Dygraph has no mixed precision on a CPU, so there is nothing to be equal to."""
     # Both forwards of a chunk are in bfloat16: no bit of the second one differs.
-    monkeypatch.setattr(_repetition, "REPETITION_TOLERANCE", 0.0)
+    monkeypatch.setattr(_recomputation_check, "REPETITION_TOLERANCE", 0.0)
 
     def numbers(*overrides: str, recompute: bool = False) -> list[float]:
         step = step_of(overrides, recompute=recompute)

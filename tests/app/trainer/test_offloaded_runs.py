@@ -41,8 +41,8 @@ WAYS: dict[str, dict[str, Any]] = {
 # Where rank 1 is killed: a shard, or a parameter for the checkpoint, travels; between the backwards
 # of two shards. And in which call of it.
 PLACES: dict[str, tuple[str, type, str, int]] = {
-    "a shard travels": ("ranks", OwnedShard, "bring", 3),
-    "a parameter travels": ("ranks", OwnedShard, "fetch", 3),
+    "a shard is sent": ("ranks", OwnedShard, "load", 3),
+    "a parameter is sent": ("ranks", OwnedShard, "fetch", 3),
     "between two backwards": ("disk", Chain, "note_backward", 1),
 }
 
@@ -95,8 +95,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "place",
     [
-        "a shard travels",
-        pytest.param("a parameter travels", marks=pytest.mark.matrix),
+        "a shard is sent",
+        pytest.param("a parameter is sent", marks=pytest.mark.matrix),
         "between two backwards",
     ],
 )
@@ -110,7 +110,7 @@ def test_a_run_of_which_a_rank_was_killed_resumes(place: str, whole: Path, tmp_p
         assert f"{tmp_path}/shards/" in (tmp_path / "held").read_text()
     assert os.listdir(tmp_path / "shards") == []
     # One goes on as a plain run.
-    goes_on = "plain" if place == "a shard travels" else way
+    goes_on = "plain" if place == "a shard is sent" else way
     run_ranks(train, 2, folder=str(tmp_path), name="run", way=goes_on, train__resume=True)
     assert_same_run(tmp_path / "run", whole)
 
