@@ -38,7 +38,7 @@ MASTERS, SCHEDULE = "master_weights", "LR_Scheduler"
 """What ``Optimizer.state_dict`` (2.6, 3.x) has besides the tensors of a parameter."""
 
 
-def owner_of_state(key: str, names: Iterable[str]) -> str:
+def parameter_of_state(key: str, names: Iterable[str]) -> str:
     """Which of `names` is the parameter's that the entry `key` of a state belongs to; "": none.
 
     ``Optimizer.state_dict`` (2.6, 3.x) names it ``linear_0.w_0_moment1_0``. Can go when it says the
@@ -54,7 +54,7 @@ def part_of_state(
 
     Args:
         state: Of an optimizer.
-        owners: `owner_of_state` of each key, but of `MASTERS` and `SCHEDULE`.
+        owners: `parameter_of_state` of each key, but of `MASTERS` and `SCHEDULE`.
         own: Names of parameters.
     """
     part = {key: state[key] for key, owner in owners.items() if owner in own}

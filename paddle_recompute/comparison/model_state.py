@@ -22,7 +22,7 @@ from paddle_recompute._paddle.layers import (
     non_trained_state,
 )
 from paddle_recompute._paddle.writes import address_of
-from paddle_recompute.replay import RngState
+from paddle_recompute.captured_state import RngState
 
 _DICTS = (dict, collections.OrderedDict)
 _CONTAINERS = (*_DICTS, list, set, collections.deque)

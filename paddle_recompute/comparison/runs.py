@@ -21,6 +21,7 @@ import paddle
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state
 from paddle_recompute._paddle.layers import is_initialized
+from paddle_recompute.captured_state import RngState
 from paddle_recompute.comparison.arrays import (
     Array,
     Difference,
@@ -30,7 +31,6 @@ from paddle_recompute.comparison.arrays import (
     differences,
 )
 from paddle_recompute.comparison.model_state import ModelState, alias
-from paddle_recompute.replay import RngState
 
 STEPS = (1, 10, 100, 1000)
 """A Program is compared in these of its steps."""

@@ -11,6 +11,7 @@ import paddle
 from paddle_recompute._paddle.amp import amp_off, global_amp_state
 from paddle_recompute._paddle.gradients import has_unwatched_hooks, watch_hooks
 from paddle_recompute._paddle.version import is_dygraph
+from paddle_recompute.captured_state import layers_of
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
 from paddle_recompute.contrastive._own_backward import ChunksWithOwnBackward, OwnBackward
@@ -20,7 +21,6 @@ from paddle_recompute.contrastive._texts import LengthOf, has_texts
 from paddle_recompute.distributed import is_distributed
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.replay import layers_of
 
 # Before any hook on a parameter is registered: later hooks can then wait for the sum.
 watch_hooks()

@@ -49,6 +49,7 @@ from paddle_recompute._paddle.gradients import (
 from paddle_recompute.distributed import peers, scope_of
 from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
+from paddle_recompute.grad_sync._communication_trace import BucketTimes, CommunicationTrace
 from paddle_recompute.grad_sync._compression import GradientCompression
 from paddle_recompute.grad_sync._consistency_check import (
     Agreed,
@@ -59,7 +60,6 @@ from paddle_recompute.grad_sync._consistency_check import (
 from paddle_recompute.grad_sync._in_flight import InFlightGradients
 from paddle_recompute.grad_sync._parameters import ParameterList, refuse_main_grad
 from paddle_recompute.grad_sync._start import StartValues
-from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -150,7 +150,7 @@ class BucketedReduction:
         """
         self.num_early = 0
         """Buckets that the last step sent before its backward had ended."""
-        self.timeline: Timeline | None = None
+        self.timeline: CommunicationTrace | None = None
         """The last step's times."""
 
     @property
@@ -239,7 +239,7 @@ class BucketedReduction:
             self._write(self._under_way.pop(0), without_gradient)
         self._compression.commit(without_gradient)
         ended = time.perf_counter()
-        self.timeline = Timeline(self._began, self._first, backward_ended, ended, times)
+        self.timeline = CommunicationTrace(self._began, self._first, backward_ended, ended, times)
         self.disarm()
         return agreed
 

@@ -20,6 +20,7 @@ from paddle_recompute.distributed import (
     scope_of,
 )
 from paddle_recompute.errors import CheckpointError, SyncError
+from paddle_recompute.grad_sync._communication_trace import CommunicationTrace
 from paddle_recompute.grad_sync._compression import Compression, GradientCompression
 from paddle_recompute.grad_sync._consistency_check import Agreed, StepReport
 from paddle_recompute.grad_sync._fleet import FleetReduction
@@ -35,7 +36,6 @@ from paddle_recompute.grad_sync._parameters import ParameterList, Source, agree_
 from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync._replica_check import ReplicaCheck
 from paddle_recompute.grad_sync._start import StartValues
-from paddle_recompute.grad_sync._timeline import Timeline
 
 
 class GradientSync:
@@ -332,7 +332,7 @@ class GradientSync:
         return list({id(one): one for one in parameters if not one.stop_gradient}.values())
 
     @property
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> CommunicationTrace | None:
         """When the last step's gradients were ready and sent; None before the first step and
         in a single process. Recorded always: it costs two clock readings a bucket. ``fleet`` has no
         buckets in it.

@@ -18,10 +18,10 @@ from paddle_recompute._paddle.backward import (
     raise_in_caller,
     watch_backward,
 )
+from paddle_recompute.captured_state import Call, Stamp, is_written_since, stamp, watch_writes
 from paddle_recompute.errors import OffloadError, RecomputeError
 from paddle_recompute.offload._chain import Chain
 from paddle_recompute.recompute import InputStorage, innermost
-from paddle_recompute.replay import Call, Stamp, is_written_since, stamp, watch_writes
 
 
 def run(

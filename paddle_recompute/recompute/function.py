@@ -17,6 +17,7 @@ from paddle_recompute._paddle.backward import watch_backward
 from paddle_recompute._paddle.fleet_recompute import fleet_recompute, options_of
 from paddle_recompute._paddle.translation import never_translate, set_translator
 from paddle_recompute._paddle.version import is_dygraph
+from paddle_recompute.captured_state import Call, watch_writes
 from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.recompute import _without_recompute
 from paddle_recompute.recompute._frames import (
@@ -27,7 +28,6 @@ from paddle_recompute.recompute._frames import (
 )
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
 from paddle_recompute.recompute.program.marked_call import BY_ITSELF, Mark, run_marked
-from paddle_recompute.replay import Call, watch_writes
 
 DeterminismCheck = Literal["default", "values", "none"]
 Offload = Literal["none", "host", "disk"]

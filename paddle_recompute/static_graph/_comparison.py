@@ -25,6 +25,7 @@ from paddle_recompute._paddle.flat import is_frozen
 from paddle_recompute._paddle.static import buffers, training
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
 from paddle_recompute._paddle.walk import ParameterWalk
+from paddle_recompute.captured_state import ModelStamp, RngState
 from paddle_recompute.comparison import (
     GRADIENT_OF,
     LATER,
@@ -41,7 +42,6 @@ from paddle_recompute.comparison import (
 )
 from paddle_recompute.distributed import is_distributed, mean_of_array, sum_over_ranks
 from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
-from paddle_recompute.replay import ModelStamp, RngState
 from paddle_recompute.static_graph._building import ProgramBuilder
 from paddle_recompute.static_graph._cached_program import Built
 from paddle_recompute.static_graph._trained_program import Arrays

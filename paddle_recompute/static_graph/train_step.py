@@ -14,6 +14,7 @@ from paddle.optimizer import lr
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.static import ranks, training
+from paddle_recompute.captured_state import RngState
 from paddle_recompute.distributed import (
     Digests,
     Limits,
@@ -34,7 +35,6 @@ from paddle_recompute.errors import (
     StaticGraphError,
 )
 from paddle_recompute.recompute.program import SegmentReport, explain
-from paddle_recompute.replay import RngState
 from paddle_recompute.static_graph._building import (
     ProgramBuilder,
     converted,

@@ -22,7 +22,7 @@ from paddle_recompute._paddle.updates import (
     MASTERS,
     SCHEDULE,
     give_moments_one_by_one,
-    owner_of_state,
+    parameter_of_state,
     prefix_of_moments,
 )
 from paddle_recompute.distributed import gathered
@@ -81,7 +81,7 @@ def state_of(
             for owner, master in tensor.items():
                 state[f"{structured[owner]}:{_MASTER}"] = master
             continue
-        owner = owner_of_state(key, structured)
+        owner = parameter_of_state(key, structured)
         accumulator = _ACCUMULATOR.fullmatch(key[len(owner) + 1 :]) if owner else None
         if accumulator is None:
             raise CheckpointError(f"the optimizer state {key!r} belongs to no parameter")

@@ -21,7 +21,7 @@ from paddle_recompute._paddle.updates import (
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import ends_all_ranks, mean_over_ranks
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.grad_sync import GradientSync, StepReport, SyncMode, Timeline
+from paddle_recompute.grad_sync import CommunicationTrace, GradientSync, StepReport, SyncMode
 from paddle_recompute.offload import OffloadOptimizer, OnComplete
 from paddle_recompute.options import AmpConfigs
 from paddle_recompute.sharding import ShardedOptimizer, inner_of
@@ -341,7 +341,7 @@ class TrainStep:
         return f"{self._sync.mode}, {self._sync.reason}"
 
     @property
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> CommunicationTrace | None:
         """When the last step's gradients were ready and sent; see `GradientSync.timeline`."""
         return self._sync.timeline
 

@@ -31,6 +31,7 @@ from paddle_recompute._paddle.layers import (
 from paddle_recompute._paddle.saved_tensors import version_of
 from paddle_recompute._paddle.static import compiled
 from paddle_recompute._paddle.walk import ParameterWalk
+from paddle_recompute.captured_state import ModelStamp, RngState
 from paddle_recompute.comparison import (
     GRADIENT_OF,
     DifferenceError,
@@ -50,7 +51,6 @@ from paddle_recompute.comparison import (
 )
 from paddle_recompute.distributed import collective_fallback, is_distributed
 from paddle_recompute.errors import StaticGraphError, first_sentence
-from paddle_recompute.replay import ModelStamp, RngState
 
 
 class ProgramKeeper:

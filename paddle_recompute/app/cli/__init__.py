@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from paddle_recompute import __version__
+from paddle_recompute._version import __version__
 from paddle_recompute.app.cli._config import config_group
 from paddle_recompute.app.cli._encoder import convert, encode, evaluate, export, mine, search
 from paddle_recompute.app.cli._init import init

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from paddle_recompute.app.config._model import PRESETS
 from paddle_recompute.app.config._section import MISSING, allowed
 from paddle_recompute.app.config._yaml import LARGEST, parse
-from paddle_recompute.app.config.schema import Config
+from paddle_recompute.app.config.config import Config
 from paddle_recompute.errors import ConfigError
 
 _SHOWN = 60  # characters of a received value in a message

@@ -12,7 +12,7 @@ import paddle
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.report import require_bokeh, timeline_chart, write_page
-from paddle_recompute.app.trainer.memory import job_of
+from paddle_recompute.app.trainer.peak_memory import job_of
 from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner import (
@@ -25,6 +25,7 @@ from paddle_recompute.planner import (
     extrapolated,
     largest_that_fits,
     make_plan,
+    measure_costs,
     probe,
     simulate,
     smallest,
@@ -137,7 +138,7 @@ def _measured(
     vocab_size = config.model.vocab_size or config.data.vocab_size
     if chunks:
         job = job_of(config, vocab_size, chunks)
-        return job, job.measure(progress=progress), {}
+        return job, measure_costs(job, progress=progress), {}
     small = section.model_copy(
         update={"global_batch": _parts(config) * min(config.micro_batch, 64)}
     )

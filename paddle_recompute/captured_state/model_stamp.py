@@ -17,8 +17,8 @@ from paddle_recompute._paddle.layers import (
     forward_pre_hooks,
     own_sublayers,
 )
-from paddle_recompute.replay.captured_state import read_by
-from paddle_recompute.replay.names import kind_of
+from paddle_recompute.captured_state.captured_state import read_by
+from paddle_recompute.captured_state.names import kind_of
 
 _DICTS = (dict, collections.OrderedDict)
 _TOLD_BY_VALUE = (bool, int, float, complex, type(None), str, bytes)

@@ -17,14 +17,14 @@ import paddle
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state, global_amp_state, set_amp_state
 from paddle_recompute._paddle.backward import is_raised_by_an_operator, set_gradients
+from paddle_recompute.captured_state import writes as _writes
+from paddle_recompute.captured_state.called_layers import begin_reporting, end_reporting
+from paddle_recompute.captured_state.captured_state import CapturedState
+from paddle_recompute.captured_state.flags import flag_of, restore_flags
+from paddle_recompute.captured_state.layer_state import LayerState, StateAfter
+from paddle_recompute.captured_state.rng_state import RngSnapshot, RngState
+from paddle_recompute.captured_state.snapshot import Undo
 from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
-from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
-from paddle_recompute.replay.captured_state import CapturedState
-from paddle_recompute.replay.flags import flag_of, restore_flags
-from paddle_recompute.replay.layer_state import LayerState, StateAfter
-from paddle_recompute.replay.rng_state import RngReplay, RngState
-from paddle_recompute.replay.snapshot import Undo
 
 RECOMPUTATION_ADVICE = (
     "A recomputed function must do the same thing twice: look for state that it changes, such as a "
@@ -79,7 +79,7 @@ class Call:
         "preserve_rng_state",
     )  # fmt: skip
 
-    _draws: RngReplay | None
+    _draws: RngSnapshot | None
     _captured: CapturedState
     _layers: LayerState
 
@@ -145,7 +145,9 @@ class Call:
             uses_host_rng = captured.may_draw
             if before is not None and before._draws is not None:
                 uses_host_rng |= before._draws.uses_host_rng  # a Layer that the search did not find
-            draws = self._draws = RngReplay(uses_host_rng=uses_host_rng, may_seed=captured.may_seed)
+            draws = self._draws = RngSnapshot(
+                uses_host_rng=uses_host_rng, may_seed=captured.may_seed
+            )
         begin_reporting(self._layers.known, self._add_called)
         try:
             outputs = self.run(args, kwargs)

@@ -37,6 +37,7 @@ from paddle_recompute.planner import (
     RecomputePlan,
     StepCosts,
     choices_of_policy,
+    measure_costs,
     simulate,
     uniform,
 )
@@ -57,7 +58,7 @@ class Peaks(NamedTuple):
     configured: int
 
 
-def measure_step(
+def measure_peak(
     config: Config, vocab_size: int, chunks: Chunks, plan: RecomputePlan | None = None
 ) -> int:
     """Peak bytes of one optimizer step on texts of full length. All ranks call it.
@@ -242,7 +243,7 @@ def estimated_peaks(config: Config, vocab_size: int, chunks: Chunks) -> Peaks | 
         return None
     own: tuple[int | None, int | None] = None, None
     with suppress(MemoryError, PlanError, SelectionError):  # the other ranks wait to compare
-        costs = job_of(config, vocab_size, chunks).measure(only_bytes=True)
+        costs = measure_costs(job_of(config, vocab_size, chunks), only_bytes=True)
         if section.enable and section.policy == "budget":
             choices = uniform(costs, WHOLE)
         else:

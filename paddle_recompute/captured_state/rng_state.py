@@ -69,7 +69,7 @@ _STREAMS: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
 """What reads the state of each stream, what sets it, and what is equal for equal states."""
 
 
-class RngReplay:
+class RngSnapshot:
     """Let the recomputation draw what the first call drew.
 
     A stream that the call does not draw from is not touched in the recomputation. So functions that
@@ -192,4 +192,4 @@ class RngReplay:
         return None
 
 
-_running: list[RngReplay] = []
+_running: list[RngSnapshot] = []

@@ -31,13 +31,13 @@ from paddle_recompute._paddle.layers import (
     own_parameters,
     set_own_parameters,
 )
+from paddle_recompute.captured_state import writes as _writes
+from paddle_recompute.captured_state.called_layers import begin_reporting, end_reporting
+from paddle_recompute.captured_state.detached_values import detach_value, is_same, original_of
+from paddle_recompute.captured_state.flags import flag_of
+from paddle_recompute.captured_state.locations import ABSENT, fill_dict
+from paddle_recompute.captured_state.snapshot import Undo
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
-from paddle_recompute.replay.detached_values import detach_value, is_same, original_of
-from paddle_recompute.replay.flags import flag_of
-from paddle_recompute.replay.locations import ABSENT, fill_dict
-from paddle_recompute.replay.snapshot import Undo
 
 SMALL_BYTES = 64 * 1024
 """A copy of a buffer up to this size is kept until the backward, changed or not."""

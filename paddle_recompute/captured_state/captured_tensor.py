@@ -8,11 +8,11 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import is_initialized, is_parameter
+from paddle_recompute.captured_state import writes as _writes
+from paddle_recompute.captured_state.detached_values import detach_value, original_of
+from paddle_recompute.captured_state.flags import flag_of
+from paddle_recompute.captured_state.snapshot import Undo
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.detached_values import detach_value, original_of
-from paddle_recompute.replay.flags import flag_of
-from paddle_recompute.replay.snapshot import Undo
 
 
 class CapturedTensor:

@@ -20,7 +20,7 @@ from paddle_recompute._paddle.rng_state import (
     DRAWING_FROM_PADDLE_ALONE,
     MODULES_BEHIND_ATTRIBUTES,
 )
-from paddle_recompute.replay.locations import FLAG
+from paddle_recompute.captured_state.locations import FLAG
 
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"}

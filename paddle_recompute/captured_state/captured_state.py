@@ -44,10 +44,10 @@ from paddle_recompute._paddle.layers import (
     is_initialized,
     layers_below,
 )
-from paddle_recompute.replay.captured_tensor import CapturedTensor
-from paddle_recompute.replay.detached_values import detach_value
-from paddle_recompute.replay.flags import CHANGED_BY, restore_flags
-from paddle_recompute.replay.locations import (
+from paddle_recompute.captured_state.captured_tensor import CapturedTensor
+from paddle_recompute.captured_state.detached_values import detach_value
+from paddle_recompute.captured_state.flags import CHANGED_BY, restore_flags
+from paddle_recompute.captured_state.locations import (
     ABSENT,
     Attributes,
     Entries,
@@ -55,7 +55,7 @@ from paddle_recompute.replay.locations import (
     items_of,
     of_attributes,
 )
-from paddle_recompute.replay.names import (
+from paddle_recompute.captured_state.names import (
     OURS,
     PADDLE,
     UNNAMED,
@@ -72,7 +72,7 @@ from paddle_recompute.replay.names import (
     nothing,
     reader_of,
 )
-from paddle_recompute.replay.snapshot import Snapshot, Undo
+from paddle_recompute.captured_state.snapshot import Snapshot, Undo
 
 LONGEST_SEARCHED = 1000
 """Containers with more items hold data, not Layers; a search in them would slow down each call."""

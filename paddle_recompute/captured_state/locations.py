@@ -14,7 +14,7 @@ import paddle
 
 from paddle_recompute._nested import attributes_of
 from paddle_recompute._paddle.layers import MEMBER_DICTS, is_parameter
-from paddle_recompute.replay.detached_values import (
+from paddle_recompute.captured_state.detached_values import (
     DetachedValue,
     detach_value,
     is_same,

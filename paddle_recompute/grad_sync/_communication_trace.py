@@ -26,7 +26,7 @@ class BucketTimes:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class CommunicationTrace:
     """One synchronized step, for a picture of computation and communication side by side.
 
     Attributes:

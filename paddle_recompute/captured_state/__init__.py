@@ -1,12 +1,12 @@
 """Run a user's function once and repeat it exactly: random streams, flags, buffers."""
 
-from paddle_recompute.replay.call import RECOMPUTATION_ADVICE, Call, is_recomputing, name_of
-from paddle_recompute.replay.called_layers import on_every_call
-from paddle_recompute.replay.captured_state import CapturedState, layers_of
-from paddle_recompute.replay.layer_state import StateAfter
-from paddle_recompute.replay.model_stamp import ModelStamp
-from paddle_recompute.replay.rng_state import RngReplay, RngState
-from paddle_recompute.replay.writes import (
+from paddle_recompute.captured_state.call import RECOMPUTATION_ADVICE, Call, is_recomputing, name_of
+from paddle_recompute.captured_state.called_layers import on_every_call
+from paddle_recompute.captured_state.captured_state import CapturedState, layers_of
+from paddle_recompute.captured_state.layer_state import StateAfter
+from paddle_recompute.captured_state.model_stamp import ModelStamp
+from paddle_recompute.captured_state.rng_state import RngSnapshot, RngState
+from paddle_recompute.captured_state.writes import (
     Stamp,
     is_written_since,
     note_write,
@@ -22,7 +22,7 @@ __all__ = [
     "Call",
     "CapturedState",
     "ModelStamp",
-    "RngReplay",
+    "RngSnapshot",
     "RngState",
     "Stamp",
     "StateAfter",

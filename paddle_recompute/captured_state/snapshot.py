@@ -17,8 +17,8 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import BUFFERS, MEMBER_DICTS, STATISTICS, layers_below
-from paddle_recompute.replay.locations import FLAG, Entries, Items, Location, fill_dict
-from paddle_recompute.replay.names import Reader, reader_of
+from paddle_recompute.captured_state.locations import FLAG, Entries, Items, Location, fill_dict
+from paddle_recompute.captured_state.names import Reader, reader_of
 
 _flat = chain.from_iterable
 _members_of, _buffers_of = itemgetter(*MEMBER_DICTS), itemgetter(BUFFERS)

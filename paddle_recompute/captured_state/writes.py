@@ -23,7 +23,7 @@ import paddle
 from paddle_recompute._paddle import layers, writes
 from paddle_recompute._paddle.saved_tensors import version_of
 from paddle_recompute._paddle.writes import address_of, addresses_of
-from paddle_recompute.replay.flags import flag_of, restore_flags
+from paddle_recompute.captured_state.flags import flag_of, restore_flags
 
 
 class Stamp(NamedTuple):
