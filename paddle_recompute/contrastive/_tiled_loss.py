@@ -31,11 +31,11 @@ import paddle
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
+from paddle_recompute.contrastive._false_negatives import NEGATIVES, POSITIVES, QUERIES, TileMask
 from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
 from paddle_recompute.contrastive._vector_blocks import Block, BlocksInProgram, VectorBlocks
 from paddle_recompute.errors import ConfigError, StaticGraphError
 
-QUERIES, POSITIVES, NEGATIVES = 0, 1, 2
 ROWS, COLUMNS = 1, 0
 """The axis of a tile to sum over if its rows, or its columns, search."""
 
@@ -139,9 +139,10 @@ class _Plan:
 
     def __init__(self, batch: ContrastiveBatch, options: LossOptions, tile: int) -> None:
         self.options, self.tile = options, tile
-        self._ids = [(batch.positive_ids, batch.negative_ids), (batch.query_ids, None)]
         self._own_queries = batch.own_queries or slice(0, batch.queries.shape[0])
         self._own_positives = batch.own_positives or slice(0, batch.positives.shape[0])
+        # If the queries are this rank's alone, they are counted from its first one.
+        self._mask = TileMask(batch, self._own_positives.start - self._own_queries.start)
         self.own = list(
             zip(_blocks(self._own_queries, tile), _blocks(self._own_positives, tile), strict=True)
         )
@@ -183,25 +184,10 @@ class _Plan:
         blocks: tuple[Block, Block],
         searches: list[tuple[int, int, int]],
     ) -> _Tile:
-        excluded = None
-        for ids in self._ids:
-            rows, columns = (self._ids_of(ids, *one) for one in zip(sides, blocks, strict=True))
-            if rows is not None and columns is not None:
-                equal = paddle.equal(rows.unsqueeze(1), columns.unsqueeze(0))
-                excluded = equal if excluded is None else paddle.logical_or(excluded, equal)
+        excluded = self._mask.of(sides, blocks)
         if excluded is None and blocks in self.own and sides == (QUERIES, POSITIVES):
             excluded = paddle.eye(blocks[0][1] - blocks[0][0]).astype("bool")
         return _Tile(sides, blocks, searches, excluded)
-
-    def _ids_of(self, ids: tuple[Any, Any], side: int, block: Block) -> paddle.Tensor | None:
-        positive_ids, negative_ids = ids
-        if side == NEGATIVES:
-            return None if negative_ids is None else negative_ids[slice(*block)]
-        if positive_ids is None:
-            return None
-        # If the queries are this rank's alone, they are counted from its first one.
-        shift = self._own_positives.start - self._own_queries.start if side == QUERIES else 0
-        return positive_ids[block[0] + shift : block[1] + shift]
 
 
 class _Search:

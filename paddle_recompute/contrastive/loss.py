@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._nested import dtype_name
-from paddle_recompute._paddle import device
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.backward import watch_backward
 from paddle_recompute._paddle.static import native
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._dense_loss import whole_loss
+from paddle_recompute.contrastive._false_negatives import check_ids
 from paddle_recompute.contrastive._gather_static import gather_in_program
 from paddle_recompute.contrastive._prefixes import checked_dims, prefixes
 from paddle_recompute.contrastive._step import at_end_of_step
@@ -362,32 +360,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             raise DataError("negatives='given' needs hard negatives; received none")
         names = ["positive", "negative"] if self.mask_false_negatives else []
         for name in [*names, *(["query"] if self.positives != "one" else [])]:
-            of, ids = tensors.get(_OF[name]), tensors.get(f"{name}_ids")
-            wanted = None if of is None else list(of.shape[:-1])
-            found = None if ids is None else list(ids.shape)
-            if found != wanted or (ids is not None and ids.dtype != paddle.int64):
-                received = "none" if ids is None else f"{ids.dtype} of shape {found}"
-                allowed = "none" if wanted is None else f"int64 of shape {wanted}"
-                raise DataError(
-                    f"{name}_ids: received {received}; with mask_false_negatives, or positives for "
-                    f"query_ids, and these vectors allowed is {allowed}"
-                )
-
-
-def text_ids(texts: Iterable[str]) -> paddle.Tensor:
-    """Ids for `ContrastiveLoss`: equal texts have equal ids, on every rank.
-
-    The ids are 64-bit hashes: the probability that any two of a million texts collide is 1 in 37
-    million.
-
-    Args:
-        texts: Compared letter by letter; normalise them first if necessary.
-
-    Returns:
-        ``[len(texts)]``, int64.
-    """
-    digests = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
-    return device.put(np.frombuffer(digests, "<i8").astype(np.int64))
+            check_ids(name, tensors.get(_OF[name]), tensors.get(f"{name}_ids"))
 
 
 def _by_query(rows: paddle.Tensor, query: paddle.Tensor) -> paddle.Tensor:

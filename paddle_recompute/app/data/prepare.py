@@ -22,9 +22,8 @@ from paddle_recompute.app.data.split import (
 from paddle_recompute.app.data.tokenizer import (
     PairTokenizer,
     load_tokenizer,
-    train_tokenizer,
-    vocabulary_key,
 )
+from paddle_recompute.app.data.tokenizer_cache import cached_tokenizer
 from paddle_recompute.errors import CheckpointError, ConfigError, DataError
 
 _SHOWN_REASONS = 5
@@ -163,13 +162,9 @@ def prepare_data(
         for text in (of_query + pair.query, of_document + pair.positive)
     ]
     if tokenizer_file is None:
-        key = vocabulary_key(texts, config.vocab_size)
-        tokenizer_file = config.cache_dir / f"tokenizer-{key}.json"
-        if is_main_rank and not tokenizer_file.exists():
-            train_tokenizer(texts, tokenizer_file, config.vocab_size)
-        barrier()
-        # A rank with other texts than the main rank looks for another file.
-        require_file(tokenizer_file)
+        tokenizer_file = cached_tokenizer(
+            texts, config.vocab_size, config.cache_dir, barrier, trains=is_main_rank
+        )
     tokenizer = load_tokenizer(tokenizer_file, pad_id=run.model.pad_token_id)
     account.notes += tokenizer.notes
     account.sources["tokenizer"] = Source(str(tokenizer_file), tokenizer.sha256)

@@ -34,8 +34,8 @@ _PADDING = ("[PAD]", "<pad>", "<|endoftext|>")
 # In a text these are letters, so that no text can end itself early or hide a part of itself.
 _LITERAL = {"[PAD]", "[CLS]", "[SEP]", "[MASK]", "<pad>", "<s>", "</s>", "<mask>"}
 
-# Part of a vocabulary's key; raise it when training makes another vocabulary.
-_VERSION = 3
+# Part of the key in `tokenizer_cache`; raise it when training makes another vocabulary.
+TRAINING_VERSION = 3
 _INNER = "##"  # prefix of a piece that does not begin its word
 _TEXTS_AT_ONCE = 10_000
 _LONGEST_WORD = 100
@@ -182,7 +182,7 @@ class PairTokenizer:
         ``encode_special_tokens = True``, which makes a text ``[SEP]`` ordinary text; tokens that
         others call special are not special in it, so they stay whole.
         """
-        copy = _tokenizers().Tokenizer.from_str(self._tokenizer.to_str())
+        copy = tokenizers_package().Tokenizer.from_str(self._tokenizer.to_str())
         copy.enable_truncation(max_tokens)
         pad_id = copy.token_to_id(self.pad_token)
         copy.enable_padding(pad_id=pad_id, pad_token=self.pad_token)
@@ -207,7 +207,7 @@ def load_tokenizer(path: str | Path, *, pad_id: int = PAD_ID) -> PairTokenizer:
             with ``[CLS]`` and ``[SEP]``, or what else it puts around a text.
         DependencyError: The package `tokenizers` is not installed.
     """
-    tokenizers, path, notes = _tokenizers(), Path(path), list[str]()
+    tokenizers, path, notes = tokenizers_package(), Path(path), list[str]()
     is_list = path.suffix == ".txt"
     try:
         if is_list:
@@ -385,7 +385,7 @@ def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> 
     """
     if not any(text.strip() for text in texts):
         raise DataError("the training texts contain no word, so there is no vocabulary to learn")
-    tokenizers = _tokenizers()
+    tokenizers = tokenizers_package()
     tokenizer = _untrained(tokenizers, {token: i for i, token in enumerate(SPECIAL_TOKENS)})
     every = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     # No word begins with a byte that continues a character, 0x80 to 0xBF. The trainer needs them.
@@ -407,18 +407,6 @@ def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> 
     kept = [piece for piece, _ in pieces if piece not in continuing]
     vocab = {piece: number for number, piece in enumerate(kept[:vocab_size])}
     write_whole(Path(path), _untrained(tokenizers, vocab).to_str(pretty=True))
-
-
-def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:
-    """16 hexadecimal digits of everything that decides what `train_tokenizer` writes.
-
-    The texts depend on the files, the seed and the split, so these need not be included.
-    """
-    decisive = f"{_VERSION} {_tokenizers().__version__} {vocab_size}"
-    digest = hashlib.sha256(decisive.encode())
-    for text in texts:
-        digest.update(b"\0" + text.encode())
-    return digest.hexdigest()[:16]
 
 
 def _untrained(tokenizers: types.ModuleType, vocab: dict[str, int]) -> Any:
@@ -466,7 +454,7 @@ def _in_lots(texts: Sequence[str]) -> Iterator[list[str]]:
         yield some
 
 
-def _tokenizers() -> types.ModuleType:
+def tokenizers_package() -> types.ModuleType:
     """The package `tokenizers`, set to one thread unless the user decides otherwise.
 
     Its threads do not survive a fork, and it prints a warning (up to 0.22) in every process that

@@ -25,7 +25,7 @@ from paddle_recompute.app.trainer import (
     Trainer,
     chunk_search,
     evaluation,
-    memory,
+    peak_memory,
     step,
     step_seed,
     total_steps,
@@ -318,7 +318,7 @@ def test_recompute_and_measuring_memory_change_no_bit(
     plain = {"recompute__enable": False, "train__output_dir": str(folder / "plain")}
     Trainer(tiny(folder, **plain)).run()
     assert_same_run(folder / "run", folder / "plain")
-    monkeypatch.setattr(chunk_search, "measure_peak", memory.measure_peak)
+    monkeypatch.setattr(chunk_search, "measure_peak", peak_memory.measure_peak)
     measured = {"train__measure": True, "train__output_dir": str(folder / "measured")}
     record = Trainer(tiny(folder, **measured)).run()
     assert record["peak_bytes"] > 1
@@ -482,7 +482,7 @@ def test_skipped_steps_are_told_and_resumed(
 
     with monkeypatch.context() as patch:
         patch.setattr(step, "TrainStep", NotedTrainStep)
-        patch.setattr(chunk_search, "measure_peak", memory.measure_peak)
+        patch.setattr(chunk_search, "measure_peak", peak_memory.measure_peak)
         other = {"train__output_dir": str(folder / "whole"), "train__measure": True}
         whole = Trainer(tiny(folder, **other, **FLOAT16)).run()
     # The step whose memory is measured must not be skipped, or AdamW would make no moments.
