@@ -8,6 +8,8 @@ from pathlib import Path
 
 from paddle_recompute.app.data._cache_folder import require_file
 from paddle_recompute.app.data.tokenizer import (
+    TRAINING_VERSION,
+    tokenizers_package,
     train_tokenizer,
 )
 
