@@ -78,14 +78,14 @@ class Waits:
             self._unchanged[among] += 1
             if self._unchanged[among] != SETTLED:
                 continue
-            by_place: dict[str, list[int]] = {}
+            by_call: dict[str, list[int]] = {}
             for rank, wait in sorted(waits.items()):
-                by_place.setdefault(wait["place"], []).append(rank)
+                by_call.setdefault(wait["call"], []).append(rank)
             news: Message = {"kind": "waiting", "among": among, "ranks": sorted(waits)}
-            if len(waits) == min(wait["size"] for wait in waits.values()) and len(by_place) > 1:
+            if len(waits) == min(wait["size"] for wait in waits.values()) and len(by_call) > 1:
                 news["different_calls"] = [
                     {"label": waits[ranks[0]]["label"], "ranks": ranks}
-                    for ranks in [*by_place.values()][:_MOST_PLACES]
+                    for ranks in [*by_call.values()][:_MOST_PLACES]
                 ]
             for rank, wait in waits.items():
                 self._tell(

@@ -175,7 +175,7 @@ class ControlClient:
                 waited = time.monotonic() - began
                 if announces and not serial and waited > TICK:
                     serial = next(self._waits)
-                    told = {"label": what, "place": what.partition(":")[0], "serial": serial}
+                    told = {"label": what, "call": what.partition(":")[0], "serial": serial}
                     told |= {"among": scope.among, "size": len(scope.ranks)}
                     self._link.send({"kind": "waits", **told})
                 error = self.failure(scope, what, waited, serial)
@@ -221,7 +221,7 @@ class ControlClient:
             time.sleep(_POLL)
         return self.fail(
             PeerError(
-                f"{what} failed on rank {self.rank} {self.state.place}, although all ranks show "
+                f"{what} failed on rank {self.rank} {self.state.phase}, although all ranks show "
                 f"signs of life: {error}"
             )
         )

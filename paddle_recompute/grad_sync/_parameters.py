@@ -21,7 +21,7 @@ from paddle_recompute.grad_sync._offloaded import (
     offloaded_gradients_of,
 )
 
-Source = Callable[[], tuple[Sequence[str], Sequence[paddle.Tensor]]]
+ParameterSource = Callable[[], tuple[Sequence[str], Sequence[paddle.Tensor]]]
 """Lists names and parameters at each call; the same lists, if nothing has changed."""
 
 
@@ -36,7 +36,7 @@ class ParameterList:
         structured: Whether their names are places in a Layer.
     """
 
-    def __init__(self, source: Source, *, structured: bool) -> None:
+    def __init__(self, source: ParameterSource, *, structured: bool) -> None:
         self._source = source
         self.structured = structured
         self._index_of: dict[int, int] = {}

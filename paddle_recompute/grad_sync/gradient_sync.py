@@ -32,7 +32,7 @@ from paddle_recompute.grad_sync._options import (
     check_options,
     choose_mode,
 )
-from paddle_recompute.grad_sync._parameters import ParameterList, Source, agree_on_trained
+from paddle_recompute.grad_sync._parameters import ParameterList, ParameterSource, agree_on_trained
 from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync._replica_check import ReplicaCheck
 from paddle_recompute.grad_sync._start import StartValues
@@ -218,7 +218,7 @@ class GradientSync:
                 yield
             return
         step = self.num_synchronized + 1
-        peers().state.place = f"in step {step}"
+        peers().state.phase = f"in step {step}"
         try:
             peers().check(self._scope, "the gradients")
             self.take_start_values()
@@ -236,7 +236,7 @@ class GradientSync:
             peers().fail(error)
             raise
         self.num_synchronized = step
-        peers().state.place = f"after step {step}"
+        peers().state.phase = f"after step {step}"
 
     def add_start_values(self, layer: paddle.nn.Layer, prefix: str = "") -> None:
         """Compare, or broadcast, the buffers of `layer` too, if its parameters are synchronized
@@ -347,7 +347,7 @@ class GradientSync:
 
 def _source_of(
     parameters: paddle.nn.Layer | Iterable[paddle.Tensor] | Callable[[], Iterable[paddle.Tensor]],
-) -> Source:
+) -> ParameterSource:
     if isinstance(parameters, paddle.nn.Layer):
         return ParameterWalk(parameters)
     if callable(parameters):

@@ -54,7 +54,7 @@ times the loss to ``.grad``.
 
 
 @dataclass
-class _Step:
+class _ComparedStep:
     """The step that is compared.
 
     Attributes:
@@ -147,7 +147,7 @@ class Comparison:
             states = {prefix: ModelState(layer) for prefix, layer in self._layers.items()}
             try:
                 for one, dtype in self._programs(built, micro_batches[0]):
-                    step = _Step(one, feeds, micro_batches, weights, states, start, dtype)
+                    step = _ComparedStep(one, feeds, micro_batches, weights, states, start, dtype)
                     with built.state.kept():
                         compare(
                             model,
@@ -187,8 +187,8 @@ class Comparison:
             raise StaticGraphError(self._refused)
         return wishes > 0
 
-    def _in_dygraph(self, step: _Step, moved_by: int) -> Run:
-        """Make the step with the dygraph models; the first time, `_Step.passes` is found out."""
+    def _in_dygraph(self, step: _ComparedStep, moved_by: int) -> Run:
+        """Make the step with the dygraph models; the first time, `_ComparedStep.passes` is found out."""
         dtype, states = step.dtype, step.states.values()
         start = step.states[""].streams
         seen: dict[str, NDArray[Any] | None] = {}
@@ -218,7 +218,7 @@ class Comparison:
                     fault = f"dygraph changes '{counts[0]}' in every step" if counts else ""
             return Run(seen, RngState.capture(), fault or draws_elsewhere(start))
 
-    def _in_program(self, step: _Step, expected: Seen) -> Seen:
+    def _in_program(self, step: _ComparedStep, expected: Seen) -> Seen:
         built = step.built
         step.states[""].streams.restore()
         seen: dict[str, NDArray[Any] | None] = {}
@@ -295,7 +295,7 @@ def _of_pass(name: str, place: int) -> str:
     return name if place == 1 else f"{name}{LATER}"
 
 
-def _buffers(step: _Step, place: int) -> dict[str, NDArray[Any] | None]:
+def _buffers(step: _ComparedStep, place: int) -> dict[str, NDArray[Any] | None]:
     """What the dygraph models have under the name of each buffer now."""
     return {
         _of_pass(f"the buffer {prefix}{name}", place): on_host(buffer)

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, Val
 from paddle_recompute._files import read_json
 from paddle_recompute._run_folder import CHECKPOINTS, RECORD
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.data import PairLoader, Position, Source
+from paddle_recompute.app.data import DataDigest, PairLoader, Position
 from paddle_recompute.app.report import flat
 from paddle_recompute.app.trainer.best import Best
 from paddle_recompute.app.trainer.loop import Run, total_steps
@@ -350,7 +350,7 @@ def what_is_left(
 
 
 def check_same_as_before(
-    sources: Mapping[str, Source], saved: Mapping[str, str], checkpoint: Path, weights: Path
+    sources: Mapping[str, DataDigest], saved: Mapping[str, str], checkpoint: Path, weights: Path
 ) -> None:
     """Compare the data of a run with those that it began with.
 

@@ -13,7 +13,7 @@ import paddle.distributed as dist
 
 from paddle_recompute._run_folder import check_may_start, hold
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.data import Source
+from paddle_recompute.app.data import DataDigest
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.app.trainer.same_settings import check_same_settings
 from paddle_recompute.distributed import join_process_group, values_of_ranks
@@ -128,7 +128,7 @@ _A_FILE_ON_RANKS = (
 )
 
 
-def check_same_on_ranks(sources: Mapping[str, Source]) -> None:
+def check_same_on_ranks(sources: Mapping[str, DataDigest]) -> None:
     """Check that all ranks have the same pairs, split and tokenizer. All ranks call it.
 
     The digests are those of whole contents (SHA-256). Each rank reads all pairs anyway and takes

@@ -22,10 +22,10 @@ from paddle_recompute._paddle.cpu_settings import use_cpu_settings_and_say_so
 from paddle_recompute._run_folder import BEST, METRICS, PLAN, REPORT, begin_anew
 from paddle_recompute.app.config import Config, schedule_of
 from paddle_recompute.app.data import (
+    DataDigest,
     PairLoader,
     Position,
     PreparedData,
-    Source,
     build_loader,
     check_vocabulary,
     prepare_data,
@@ -202,7 +202,7 @@ class Trainer:
         if resumed is None:
             check_vocabulary(self.config)
 
-        def compare(sources: Mapping[str, Source]) -> None:
+        def compare(sources: Mapping[str, DataDigest]) -> None:
             check_same_on_ranks(sources)
             if resumed is not None:
                 checkpoint = resumed.checkpoint
