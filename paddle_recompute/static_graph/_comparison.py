@@ -188,7 +188,7 @@ class Comparison:
         return wishes > 0
 
     def _in_dygraph(self, step: _ComparedStep, moved_by: int) -> Run:
-        """Make the step with the dygraph models; the first time, `_ComparedStep.passes` is found out."""
+        """Make the step with the dygraph models; the first time, find `_ComparedStep.passes`."""
         dtype, states = step.dtype, step.states.values()
         start = step.states[""].streams
         seen: dict[str, NDArray[Any] | None] = {}
