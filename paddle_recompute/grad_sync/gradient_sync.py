@@ -335,9 +335,9 @@ class GradientSync:
 
     @property
     def timeline(self) -> CommunicationTrace | None:
-        """Times at which the last step's gradients were ready and sent; None before the first step and
-        in a single process. It is always recorded, at the cost of two clock readings per bucket.
-        With ``fleet`` it has no buckets.
+        """Times at which the last step's gradients were ready and sent; None before the first step
+        and in a single process. It is always recorded, at the cost of two clock readings per
+        bucket. With ``fleet`` it has no buckets.
         """
         return self._reduction.timeline if self._reduction is not None else None
 
