@@ -1,4 +1,9 @@
-"""Run a user's function once and repeat it exactly: random streams, flags, buffers."""
+"""Capture the state that a function reads, and restore it for the recomputation.
+
+`Call` runs a function and recomputes it. Its state is captured by `captured_state` (closures,
+globals, attributes), `layer_state` (buffers, parameters) and `rng_state`; `writes` detects tensors
+that were written to in between.
+"""
 
 from paddle_recompute.captured_state.call import RECOMPUTATION_ADVICE, Call, is_recomputing, name_of
 from paddle_recompute.captured_state.called_layers import on_every_call
