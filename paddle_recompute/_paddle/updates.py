@@ -58,7 +58,7 @@ def part_of_state(
         own: Names of parameters.
     """
     part = {key: state[key] for key, owner in owners.items() if owner in own}
-    masters = {name: one for name, one in state.get(MASTERS, {}).items() if name in own}
+    masters = {name: master for name, master in state.get(MASTERS, {}).items() if name in own}
     if masters:
         part[MASTERS] = masters
     if SCHEDULE in state:
@@ -103,7 +103,7 @@ def check_treats_each_alone(optimizer: Any, seen: str) -> None:
     Raises:
         ConfigError: It is LBFGS, or clips by anything but the value or the norm of each gradient.
     """
-    if any(isinstance(one, paddle.optimizer.LBFGS) for one in with_inner_optimizers(optimizer)):
+    if any(isinstance(inner, paddle.optimizer.LBFGS) for inner in with_inner_optimizers(optimizer)):
         raise ConfigError(
             f"the optimizer is LBFGS, which looks at all parameters at once, and sees {seen}. Use "
             "one that treats each parameter by itself"

@@ -200,9 +200,17 @@ class StepState:
     def __init__(self, model: paddle.nn.Layer, *, whole: bool = False) -> None:
         self._state, self._model = ModelState(model), model
         trained = model.parameters() if whole else []
-        kept = [one for one in [*self._state.buffers().values(), *trained] if is_initialized(one)]
-        self._values = [(one, one.numpy().copy()) for one in kept]
-        self._gradients = [(one, one.grad.clone()) for one in trained if one.grad is not None]
+        kept = [
+            tensor
+            for tensor in [*self._state.buffers().values(), *trained]
+            if is_initialized(tensor)
+        ]
+        self._values = [(tensor, tensor.numpy().copy()) for tensor in kept]
+        self._gradients = [
+            (parameter, parameter.grad.clone())
+            for parameter in trained
+            if parameter.grad is not None
+        ]
 
     def restart(self) -> None:
         """Let the next step begin with the same values and streams, and no gradients.

@@ -144,12 +144,13 @@ def isolated(
         dtype: As for `moved`.
     """
     start = values or {
-        f"{prefix}{name}": one
+        f"{prefix}{name}": parameter
         for prefix, state in states.items()
-        for name, one in state.trained.items()
+        for name, parameter in state.trained.items()
     }
     leaves = {
-        name: moved(one, moved_by, dtype) if moved_by else alias(one) for name, one in start.items()
+        name: moved(tensor, moved_by, dtype) if moved_by else alias(tensor)
+        for name, tensor in start.items()
     }
     with contextlib.ExitStack() as stack:
         for prefix, state in states.items():
@@ -220,7 +221,7 @@ def _precision(dtype: str | None = None) -> Precision:
 
 def _coarsest(model: paddle.nn.Layer, dtype: str | None) -> Precision:
     """The coarsest of `_precision` and the dtypes of the parameters of `model`."""
-    kinds = {_nested.dtype_name(one.dtype) for one in model.parameters()}
+    kinds = {_nested.dtype_name(parameter.dtype) for parameter in model.parameters()}
     return max([_precision(dtype), *map(Precision.of, kinds)], key=lambda one: one.last_bit)
 
 

@@ -278,7 +278,7 @@ class ChunkedEncoder:
                 what = f"what {self._what} returns as {path}"
                 self._cut[place], length = cut_axes(pieces, self._chunks, what)
                 heads.append(
-                    paddle.concat([padded(one, self._cut[place], length) for one in pieces])
+                    paddle.concat([padded(piece, self._cut[place], length) for piece in pieces])
                 )
         return heads
 

@@ -243,7 +243,9 @@ class ContrastiveLoss(paddle.nn.Layer):
         if hard_negatives is not None and len(hard_negatives.shape) == 2 and is_dygraph():
             hard_negatives = _by_query(hard_negatives, query)
         _check_shapes(query, positive, hard_negatives)
-        _check_dtypes([one for one in (query, positive, hard_negatives) if one is not None])
+        _check_dtypes(
+            [vector for vector in (query, positive, hard_negatives) if vector is not None]
+        )
         given = {
             "queries": query,
             "positives": positive,
@@ -252,7 +254,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             "negative_ids": negative_ids,
             "query_ids": query_ids,
         }
-        tensors = {name: one for name, one in given.items() if one is not None}
+        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
         self._check_ids(tensors)
         if self.group is not None and not is_dygraph():
             raise StaticGraphError(
@@ -272,7 +274,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             if self.matryoshka_dims is None:
                 return self._of(batch, scale, options)
             every = prefixes(batch, self.matryoshka_dims, normalize=self.tile is None)
-            losses = [self._of(one, scale, options) for one in every]
+            losses = [self._of(prefix, scale, options) for prefix in every]
             return paddle.add_n(losses) / len(losses)
 
     def _of(self, batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> paddle.Tensor:
@@ -283,8 +285,8 @@ class ContrastiveLoss(paddle.nn.Layer):
     def _batch(self, tensors: dict[str, paddle.Tensor]) -> tuple[ContrastiveBatch, float]:
         """All vectors to score, in float32 at least, and the weight of this rank's mean."""
         tensors = {
-            name: one if name.endswith("ids") else self._vectors(one)
-            for name, one in tensors.items()
+            name: tensor if name.endswith("ids") else self._vectors(tensor)
+            for name, tensor in tensors.items()
         }
         lonely = "negatives" not in tensors or self.symmetric  # has a pair without another
         num_pairs, weight, places = tensors["queries"].shape[0], 1.0, {}

@@ -38,14 +38,14 @@ class Exchanges:
             return
         del self._arrived[channel]
         groups: dict[str, Message] = {}
-        for one in sorted(arrived):
-            told = {"label": arrived[one]["label"], "value": arrived[one].get("value")}
-            groups.setdefault(json.dumps(told), {**told, "ranks": []})["ranks"].append(one)
+        for peer in sorted(arrived):
+            told = {"label": arrived[peer]["label"], "value": arrived[peer].get("value")}
+            groups.setdefault(json.dumps(told), {**told, "ranks": []})["ranks"].append(peer)
         listed = [*groups.values()][: said["most"] or None]
         if len(groups) == 1:
             listed[0]["ranks"] = None
-        for one in arrived:
-            self._tell(one, {"kind": "met", "channel": channel, "groups": listed})
+        for peer in arrived:
+            self._tell(peer, {"kind": "met", "channel": channel, "groups": listed})
 
 
 class Waits:

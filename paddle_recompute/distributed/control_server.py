@@ -145,7 +145,7 @@ class ControlServer:
             self._tell(rank, message)
         if len(self._hosts) == self._num_ranks:
             self._door.close()
-            hosts = {str(one): host for one, host in self._hosts.items()}
+            hosts = {str(known_rank): host for known_rank, host in self._hosts.items()}
             self._tell_all({"kind": "hosts", "hosts": hosts})
         return rank
 

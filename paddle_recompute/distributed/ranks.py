@@ -228,7 +228,7 @@ def values_of_ranks(value: Any, what: str, group: Group | None = None) -> list[A
         return [value]
     scope = scope_of(group)
     said = peers().exchange(what, scope, value)
-    by_rank = {rank: one.content for one in said for rank in one.ranks}
+    by_rank = {rank: rank_value.content for rank_value in said for rank in rank_value.ranks}
     return [by_rank[rank] for rank in scope.ranks]
 
 

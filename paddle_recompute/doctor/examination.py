@@ -71,7 +71,7 @@ def doctor(
         across_ranks.check_agreement(report, settings or {})
         across_ranks.check_start(report, model)
         across_ranks.check_data(report, batch)
-        if any(one.kind == "ranks_differ" for one in report.findings):
+        if any(finding.kind == "ranks_differ" for finding in report.findings):
             return report
     model_checks.check_mode(report, model)
     if recompute is not None:
@@ -177,7 +177,7 @@ class _Examined:
             note = "gradient cache: not compared, as the model draws random numbers"
             self.report.notes.append(note)
             some: dict[str, Array | None] = {
-                name: one for name, one in plain.gradients.items() if one is not None
+                name: gradient for name, gradient in plain.gradients.items() if gradient is not None
             }
             plain, tolerance = dataclasses.replace(plain, gradients=some), math.inf
         step_comparison.check_equal(self.report, plain, cached, "the gradient cache", tolerance)

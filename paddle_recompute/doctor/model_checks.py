@@ -60,7 +60,7 @@ def check_parameters(
     for prefix, layer in model.named_sublayers(include_self=True):
         for name, parameter in layer.named_parameters(include_sublayers=False):
             names.setdefault(id(parameter), []).append(f"{prefix}.{name}".lstrip("."))
-    shared = [" = ".join(one) for one in names.values() if len(set(one)) > 1]
+    shared = [" = ".join(same) for same in names.values() if len(set(same)) > 1]
     frozen = [name for name, parameter in model.named_parameters() if parameter.stop_gradient]
     unused = [name for name, gradient in plain.gradients.items() if gradient is None]
     for what, found in (("shared", shared), ("frozen", frozen)):

@@ -61,7 +61,7 @@ def check_second_forward(report: DoctorReport, seen: Observation) -> None:
         first.setdefault(output.layer, []).append(output)
     for output in seen.repeated:
         known = first.get(output.layer, [])
-        if known and not any(output.is_as(one) for one in known):
+        if known and not any(output.is_as(candidate) for candidate in known):
             report.add(
                 "second_forward_differs",
                 output.layer,
@@ -102,7 +102,7 @@ def check_equal(
         report.add(
             "loss_differs", "", f"the loss is {seen.loss:.8g} with {what}, {plain.loss:.8g} without"
         )
-    differing = [one.removeprefix(GRADIENT_OF) for one in wrong if one.startswith(GRADIENT_OF)]
+    differing = [key.removeprefix(GRADIENT_OF) for key in wrong if key.startswith(GRADIENT_OF)]
     if differing:
         # The gradient flows from the last call to the first: the last one is the first to differ.
         first_calls = reversed([*enumerate(plain.outputs)])
@@ -114,7 +114,7 @@ def check_equal(
             name.rpartition(".")[0] or name,
             f"{name} {advice} ({len(differing)} of {len(plain.gradients)} gradients differ)",
         )
-    for name in [one.removeprefix(BUFFER) for one in wrong if one.startswith(BUFFER)]:
+    for name in [key.removeprefix(BUFFER) for key in wrong if key.startswith(BUFFER)]:
         report.add(
             "buffer_differs",
             name.rpartition(".")[0] or name,

@@ -50,8 +50,8 @@ class CommunicationTrace:
         rank that computes longer; None where the host does not see that (NCCL, mode ``fleet``).
         """
         total = 0.0
-        for one in self.buckets:
-            if one.started is None or one.ended is None:
+        for bucket in self.buckets:
+            if bucket.started is None or bucket.ended is None:
                 return None
-            total += max(0.0, one.ended - max(one.started, self.backward_ended))
+            total += max(0.0, bucket.ended - max(bucket.started, self.backward_ended))
         return total if self.buckets else None

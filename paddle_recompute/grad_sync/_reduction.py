@@ -233,7 +233,7 @@ class BucketedReduction:
             self._expect_order()
         self._send_to(len(self._buckets), has_met=True)
         self._wait()
-        times = tuple(one.times(number) for number, one in enumerate(self._under_way))
+        times = tuple(bucket.times(number) for number, bucket in enumerate(self._under_way))
         self._sent = InFlightGradients()
         for _ in times:  # a bucket is free when the next one is written
             self._write(self._under_way.pop(0), without_gradient)
@@ -330,7 +330,9 @@ class BucketedReduction:
         planned = self._bucket_of
         missing = [*compress(planned, map(is_, map(gradients.__getitem__, planned), repeat(None)))]
         is_unplanned = len(planned) < len(gradients) and any(
-            one is not None and one.size for i, one in enumerate(gradients) if i not in planned
+            gradient is not None and gradient.size
+            for i, gradient in enumerate(gradients)
+            if i not in planned
         )
         late = self._sent.late(self._order) if self._order != self._usual else None
         if late is not None:

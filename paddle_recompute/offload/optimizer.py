@@ -265,7 +265,9 @@ class OffloadOptimizer:
             offloaded.release()
 
     def _value(self, shard: Shard, tensor: Any) -> Any:
-        offloaded = next((one for one in self._state[id(shard)] if one.key == id(tensor)), None)
+        offloaded = next(
+            (candidate for candidate in self._state[id(shard)] if candidate.key == id(tensor)), None
+        )
         if offloaded is None:
             return tensor
         return on_host(offloaded.numpy(), tensor.name, tensor.dtype)

@@ -120,7 +120,7 @@ class Job:
             found += loss.parameters()
         if self.optimizer is not None:  # of a loss that `loss_fn` calls
             found += parameters_of_optimizer(self.optimizer)
-        return list({id(one): one for one in found}.values())
+        return list({id(parameter): parameter for parameter in found}.values())
 
     def held(self) -> dict[str, int]:
         """Bytes by part that every step begins with, whether they exist already or not."""

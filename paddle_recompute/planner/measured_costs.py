@@ -230,7 +230,7 @@ def _largest_of_ranks(costs: StepCosts) -> StepCosts:
     if not is_distributed():
         return costs
     everywhere = values_of_ranks(costs.to_dict(), "the costs of a step")
-    return maximum([StepCosts.from_dict(one) for one in everywhere])
+    return maximum([StepCosts.from_dict(of_rank) for of_rank in everywhere])
 
 
 def _kinds(job: Job, costs: StepCosts) -> list[list[int]]:
@@ -256,12 +256,12 @@ def _calls_of_one_step(costs: StepCosts, waiting: Collection[int]) -> list[int]:
     most = simulate(costs, costs.units).peak.bytes
     most += MOST_PLAIN * max(call.kept for call in costs.calls)
     tried: list[int] = []
-    for one in waiting:
-        plain = {costs.calls[other].unit for other in [*tried, one]}
-        is_beside = any(abs(places[one] - places[other]) == 1 for other in tried)
+    for call_number in waiting:
+        plain = {costs.calls[other].unit for other in [*tried, call_number]}
+        is_beside = any(abs(places[call_number] - places[other]) == 1 for other in tried)
         is_within = simulate(costs, set(costs.units) - plain).peak.bytes <= most
         if not tried or (is_within and not is_beside):
-            tried.append(one)
+            tried.append(call_number)
     return tried
 
 

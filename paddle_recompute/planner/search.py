@@ -78,7 +78,10 @@ def _solution(costs: StepCosts, whole: Collection[tuple[str, int]], exact: bool 
 def smallest(costs: StepCosts) -> Solution:
     """What has the smallest peak."""
     kept = {call.unit for call in costs.calls if call.kept > 0}
-    return min((_solution(costs, one) for one in (kept, costs.units)), key=lambda one: one.peak)
+    return min(
+        (_solution(costs, units) for units in (kept, costs.units)),
+        key=lambda solution: solution.peak,
+    )
 
 
 def solve(costs: StepCosts, budget: int) -> Solution | None:
@@ -150,7 +153,7 @@ class _Chain:
         alive: set[int] = set()
         level, with_backward = 0, costs.with_backward
         for event in costs.events:
-            number = max((1 + places[calls[one].unit] for one in alive), default=0)
+            number = max((1 + places[calls[alive_call].unit] for alive_call in alive), default=0)
             self.is_exact &= number == len(alive)
             own = event.call >= 0 and event.kind in ("forward", "again")
             if own:
@@ -188,10 +191,10 @@ class _Chain:
                 if size <= min(limit, plain)
             ]
             labels = _pareto_minimal(found)
-        last = [one for one in labels if one[0] <= room - self._always[-1]]
+        last = [label for label in labels if label[0] <= room - self._always[-1]]
         if not last:
             return None
-        bits = min(last, key=lambda one: one[1])[2]
+        bits = min(last, key=lambda label: label[1])[2]
         return {unit for place, unit in enumerate(self._order) if bits >> place & 1}
 
 

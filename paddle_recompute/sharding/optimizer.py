@@ -115,9 +115,9 @@ class ShardedOptimizer:
         """
         self._check_whole()
         new = [
-            one.name
-            for one in self._walk.parameters()
-            if id(one) not in self._known and not one.stop_gradient
+            p.name
+            for p in self._walk.parameters()
+            if id(p) not in self._known and not p.stop_gradient
         ]
         if new:
             raise ConfigError(
@@ -165,7 +165,7 @@ class ShardedOptimizer:
         schedule = state.pop(SCHEDULE, None)
         # Paddle's names count the Layers of a process, so ranks may differ in them.
         masters = state.pop(MASTERS, {})
-        own = {f"{self._index(name)}:{MASTERS}": one for name, one in masters.items()}
+        own = {f"{self._index(name)}:{MASTERS}": master for name, master in masters.items()}
         for key, value in state.items():
             owner = parameter_of_state(key, self.owned)
             own[f"{self._index(owner)}:{key[len(owner) :]}"] = value
@@ -233,7 +233,7 @@ class ShardedOptimizer:
     def _names(self) -> list[str]:
         """Structured names of the parameters; of one that has left the model, Paddle's name."""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        return [names.get(id(one), one.name) for one in self._parameter_list]
+        return [names.get(id(p), p.name) for p in self._parameter_list]
 
     def _index(self, name: str) -> int:
         return [parameter.name for parameter in self._parameter_list].index(name)

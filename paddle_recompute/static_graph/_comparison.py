@@ -116,7 +116,9 @@ class Comparison:
             raise StaticGraphError(self._refused)
         changes = [stamp.change() for stamp in self._stamps]
         then = self._frozen
-        self._frozen = [is_frozen(one) for walk in self._walks for one in walk.parameters()]
+        self._frozen = [
+            is_frozen(parameter) for walk in self._walks for parameter in walk.parameters()
+        ]
         self._shapes |= shapes
         is_due = self._occasions.is_next_one(frozenset(self._shapes))
         return is_due or any(changes) or self._frozen != then
@@ -136,7 +138,11 @@ class Comparison:
             values = built.state.get(set(known.values()))
             parameters = self._named("named_parameters").items()
             trained = sorted(
-                {known[name] for name, one in parameters if name in known and not one.stop_gradient}
+                {
+                    known[name]
+                    for name, parameter in parameters
+                    if name in known and not parameter.stop_gradient
+                }
             )
             start = {name: displaced(values[name], seed) for seed, name in enumerate(trained)}
             values |= start
@@ -146,8 +152,10 @@ class Comparison:
             stack.enter_context(self._builder.recomputing(model))
             states = {prefix: ModelState(layer) for prefix, layer in self._layers.items()}
             try:
-                for one, dtype in self._programs(built, micro_batches[0]):
-                    step = _ComparedStep(one, feeds, micro_batches, weights, states, start, dtype)
+                for program, dtype in self._programs(built, micro_batches[0]):
+                    step = _ComparedStep(
+                        program, feeds, micro_batches, weights, states, start, dtype
+                    )
                     with built.state.kept():
                         compare(
                             model,
@@ -161,7 +169,7 @@ class Comparison:
             except CONVERSION_ERRORS as error:
                 self._agree(f"its comparison fails with {type(error).__name__}: {error}")
         # Without what the run in dygraph has changed.
-        self._stamps = [ModelStamp(one, *self._code) for one in self._layers.values()]
+        self._stamps = [ModelStamp(sublayer, *self._code) for sublayer in self._layers.values()]
 
     def _programs(self, built: Built, micro_batch: Any) -> Iterator[tuple[Built, str | None]]:
         """The Programs that are compared, and the dtype of their mixed precision."""
@@ -214,7 +222,7 @@ class Comparison:
                     changed = any(state.changes() for state in states)
                     step.passes = 2 if self._agree("", changed) else 1
                 elif place == 2:
-                    counts = [name for one in before for name in one.changes(of_tensors=False)]
+                    counts = [name for stamp in before for name in stamp.changes(of_tensors=False)]
                     fault = f"dygraph changes '{counts[0]}' in every step" if counts else ""
             return Run(seen, RngState.capture(), fault or draws_elsewhere(start))
 
@@ -236,7 +244,10 @@ class Comparison:
                 for array in built.state.get([variable]).values():
                     seen[_of_pass(f"the buffer {name}", place)] = array
         # What is frozen in dygraph alone has a gradient in the Program alone.
-        names = [*expected, *(one for one in seen if GRADIENT_OF in one and one not in expected)]
+        names = [
+            *expected,
+            *(key for key in seen if GRADIENT_OF in key and key not in expected),
+        ]
         return {name: seen.get(name) for name in names}
 
     def _set_modes(self, in_training: Mapping[str, bool]) -> None:
@@ -257,17 +268,17 @@ class Comparison:
     def _named(self, kind: str) -> dict[str, paddle.Tensor]:
         """What ``named_parameters`` or ``named_buffers`` give of the dygraph models."""
         return {
-            f"{prefix}{name}": one
+            f"{prefix}{name}": tensor
             for prefix, layer in self._layers.items()
-            for name, one in getattr(layer, kind)()
+            for name, tensor in getattr(layer, kind)()
         }
 
     @contextlib.contextmanager
     def _lent(self, values: Mapping[str, NDArray[Any]]) -> Iterator[None]:
         """Inside, the tensors of `model` have the Program's numbers."""
         every = self._named("named_parameters") | self._named("named_buffers")
-        tensors = {name: one for name, one in every.items() if name in values}
-        own = {name: np.array(one.numpy()) for name, one in tensors.items()}
+        tensors = {name: tensor for name, tensor in every.items() if name in values}
+        own = {name: np.array(tensor.numpy()) for name, tensor in tensors.items()}
         try:
             _set(tensors, values)
             yield

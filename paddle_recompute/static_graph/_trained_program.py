@@ -95,7 +95,7 @@ class ScopeState:
     def read(self) -> dict[str, Arrays]:
         """See `StaticTrainStep.state_dict`."""
         return {
-            section: {name: np.array(self.tensor(one)) for name, one in variables.items()}
+            section: {name: np.array(self.tensor(variable)) for name, variable in variables.items()}
             for section, variables in self.variables.items()
         }
 
@@ -144,7 +144,9 @@ class ScopeState:
     def get(self, names: Iterable[str]) -> Arrays:
         """Copies of the variables `names` that have numbers."""
         found = {name: self.tensor(name) for name in names}
-        return {name: np.array(one) for name, one in found.items() if one._is_initialized()}
+        return {
+            name: np.array(tensor) for name, tensor in found.items() if tensor._is_initialized()
+        }
 
     def set(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Set variables by name."""

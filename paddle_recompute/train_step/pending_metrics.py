@@ -58,7 +58,9 @@ class Outcome:
         if self.agreed_loss is not None:
             return losses[0], norm
         # On the host, in float64: the sum of K losses has the bits that it has always had.
-        loss = sum(one / divisor for one, divisor in zip(losses, self.divisors, strict=True))
+        loss = sum(
+            micro_loss / divisor for micro_loss, divisor in zip(losses, self.divisors, strict=True)
+        )
         return float(loss), norm
 
 

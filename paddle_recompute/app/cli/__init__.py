@@ -47,9 +47,9 @@ _NAMES_A_FILE = re.compile("FILE|FOLDER|RUN|PAIRS")
 
 def _complete_files(command: click.Command) -> None:
     """Let a shell complete what the metavar says is a file or folder; nothing is checked here."""
-    for one in command.params:
-        if one.type is click.STRING and _NAMES_A_FILE.search(one.metavar or ""):
-            one.type = click.Path(readable=False)
+    for param in command.params:
+        if param.type is click.STRING and _NAMES_A_FILE.search(param.metavar or ""):
+            param.type = click.Path(readable=False)
     for inner in command.commands.values() if isinstance(command, click.Group) else ():
         _complete_files(inner)
 
