@@ -1,6 +1,12 @@
 """Run a user's function once and repeat it exactly: random streams, flags, buffers."""
 
-from paddle_recompute.captured_state.call import RECOMPUTATION_ADVICE, Call, is_recomputing, name_of
+from paddle_recompute.captured_state.call import (
+    RECOMPUTATION_ADVICE,
+    Call,
+    add_note,
+    is_recomputing,
+    name_of,
+)
 from paddle_recompute.captured_state.called_layers import on_every_call
 from paddle_recompute.captured_state.captured_state import CapturedState, layers_of
 from paddle_recompute.captured_state.layer_state import StateAfter
@@ -26,6 +32,7 @@ __all__ = [
     "RngState",
     "Stamp",
     "StateAfter",
+    "add_note",
     "is_recomputing",
     "is_written_since",
     "layers_of",
