@@ -115,6 +115,8 @@ class Frame:
     """A call that is recomputed: what its first run saved, and its inputs until the backward."""
 
     observer: ClassVar[Observer | None] = None
+    again: Any = Recomputation
+    """Makes what receives the tensors of the second run."""
 
     def __init__(self, call: Call | None) -> None:
         self.call = call
@@ -267,7 +269,7 @@ class Frame:
     def _recompute(self) -> None:
         call, handles = self.call, self._live_handles()
         assert call is not None
-        again = Recomputation(
+        again = self.again(
             call, self.kept, self._end_of_forward, self.metadata, self.checksums, handles
         )
         args, kwargs = fetch(self._inputs)

@@ -65,23 +65,6 @@ class Recomputation:
         handles: Of the first run; None where it is not in the graph any more.
     """
 
-    __slots__ = (
-        "_checks_each_tensor",
-        "_checksums",
-        "_difference",
-        "_first",
-        "_handles",
-        "_is_matched",
-        "_kept",
-        "_layouts",
-        "_metadata",
-        "_versions",
-        "call",
-        "end",
-        "has_ended",
-        "kept",
-    )  # fmt: skip
-
     def __init__(
         self,
         call: Call,

@@ -18,6 +18,7 @@ FORMS = {
     "recompute()(function)": {},
     "recompute(offload=...)(function)": {"offload": "disk"},
     "recompute(determinism_check=...)(function)": {"determinism_check": "values"},
+    "recompute(debug=...)(function)": {"debug": True},
 }
 
 
