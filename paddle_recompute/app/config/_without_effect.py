@@ -54,6 +54,6 @@ def without_effect(config: ConfigFields) -> list[str]:
         f"{path}: {in_yaml(v[path])} has no effect here: {reason}"
         for holds, patterns, reason in rows
         for path in (setting_names(type(config)) if holds else ())
-        if any(fnmatchcase(path, one) for one in patterns.split()) and path != _SWITCH
+        if any(fnmatchcase(path, pattern) for pattern in patterns.split()) and path != _SWITCH
         if v[path] != v.default(path)
     ]

@@ -101,7 +101,7 @@ def make_budget_plan(
 def _largest_costs(own: StepCosts) -> StepCosts:
     """The largest bytes of all ranks, call by call; the same on every rank."""
     everywhere = values_of_ranks(own.to_dict(), "the costs of a step")
-    return maximum([StepCosts.from_dict(json.loads(json.dumps(one))) for one in everywhere])
+    return maximum([StepCosts.from_dict(json.loads(json.dumps(costs))) for costs in everywhere])
 
 
 def check_agreed(plan: RecomputePlan) -> None:
@@ -136,7 +136,7 @@ def earlier_plan(config: Config, saved: dict[str, Any] | None) -> RecomputePlan 
         raise CheckpointError(f"{smaller}: cannot be read ({error}); remove it") from error
     found = [state["plan"] for state in states if state.get("plan") and _fits(config, state)]
     everywhere = values_of_ranks(found, "the plans of the run")
-    plans = [RecomputePlan.from_dict(one) for found in everywhere for one in found]
+    plans = [RecomputePlan.from_dict(saved) for found in everywhere for saved in found]
     return max(plans, key=lambda plan: plan.costs.excess, default=None)
 
 

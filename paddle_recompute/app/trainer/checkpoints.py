@@ -49,7 +49,7 @@ class RunCheckpoints(Callback):
             step=run.step,
             world_size=self._config.world_size,
             config=self._config.to_dict(),
-            data={name: one.sha256 for name, one in run.data.sources.items()},
+            data={name: source.sha256 for name, source in run.data.sources.items()},
             untrained=run.untrained,
             chunks=run.objective.chunks,
             plan=plan.to_dict() if plan is not None else None,

@@ -145,18 +145,25 @@ def _lane(timeline: CommunicationTrace, seconds: dict[str, float]) -> dict[str, 
     """Times of this rank in ms; of each bucket: bytes, queued, started, ended."""
     ended = timeline.backward_ended
     updated = ended + seconds["sync"] + seconds["update"]
-    sent = [one for one in timeline.buckets if one.started is not None and one.ended is not None]
+    sent = [
+        bucket
+        for bucket in timeline.buckets
+        if bucket.started is not None and bucket.ended is not None
+    ]
     times = {
         "began": ended - seconds["forward_backward"],
         "backward_ended": ended,
-        "arrived": max((one.ended for one in sent if one.ended), default=timeline.ended),
+        "arrived": max((bucket.ended for bucket in sent if bucket.ended), default=timeline.ended),
         "synchronized": timeline.ended,
         "ended": updated,
     }
     return {name: 1e3 * value for name, value in times.items()} | {
         "buckets": [
-            [one.num_bytes, *(1e3 * at for at in (one.queued, one.started, one.ended) if at)]
-            for one in sent
+            [
+                bucket.num_bytes,
+                *(1e3 * at for at in (bucket.queued, bucket.started, bucket.ended) if at),
+            ]
+            for bucket in sent
         ]
     }
 

@@ -214,8 +214,8 @@ def train(
     """
 
     def tell(what: Callable[..., None], *more: Any) -> None:
-        for one in callbacks:
-            getattr(one, what.__name__)(run, *more)
+        for callback in callbacks:
+            getattr(callback, what.__name__)(run, *more)
 
     run.step = run.done
     tell(Callback.on_start)

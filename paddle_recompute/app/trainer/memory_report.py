@@ -90,15 +90,15 @@ def memory_report(
     policies: list[dict[str, Any]] = [
         {
             "policy": name,
-            "peak_bytes": one.peak.bytes,
-            "binds_at": one.peak.where,
-            "extra_time": one.seconds / plain - 1 if plain else 0.0,
+            "peak_bytes": timeline.peak.bytes,
+            "binds_at": timeline.peak.where,
+            "extra_time": timeline.seconds / plain - 1 if plain else 0.0,
             "largest_batch": _parts(config) * batches.get(name, 0) or None,
         }
-        for name, one in steps.items()
+        for name, timeline in steps.items()
     ]
     head = ["policy", "peak", "extra time", "peak at", *(["largest batch"] if batches else [])]
-    rows = [_row(one, budget)[: len(head)] for one in policies]
+    rows = [_row(policy, budget)[: len(head)] for policy in policies]
     title = f"one rank, {config.micro_batch} pairs per micro-batch of full length"
     words = "\n".join(_words(config, costs, plan))
     files: tuple[Path, ...] = ()
@@ -157,8 +157,8 @@ def _policies(costs: StepCosts) -> dict[str, Callable[[], Timeline]]:
     found = {"plain": None, "every_n: 2": RecomputeConfig(policy="every_n")}
     found["all"] = RecomputeConfig()
     steps = {
-        name: functools.partial(simulate, costs, choices_of_policy(costs, one))
-        for name, one in found.items()
+        name: functools.partial(simulate, costs, choices_of_policy(costs, policy))
+        for name, policy in found.items()
     }
     return {**steps, "smallest": lambda: smallest(costs).timeline}
 

@@ -197,7 +197,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     model = bare_model(config, vocab_size)
     objective = Objective(config, chunks)
     batch = largest_batch(config, vocab_size, chunks)
-    of_batch = sum(int(one.size * one.element_size()) for one in tensors_in(batch))
+    of_batch = sum(int(tensor.size * tensor.element_size()) for tensor in tensors_in(batch))
     k_steps = config.strategy.gradient_merge_configs.k_steps
     extra_bytes = {"batches that wait": of_batch * (k_steps * (1 + WAITING_BATCHES) - 1)}
     if config.world_size > 1:

@@ -90,7 +90,7 @@ class RunState(BaseModel):
         try:
             return cls.model_validate_json(json.dumps(checkpoint.state), strict=True)
         except ValidationError as error:
-            wrong = ", ".join(dict.fromkeys(str(one["loc"][0]) for one in error.errors()))
+            wrong = ", ".join(dict.fromkeys(str(fault["loc"][0]) for fault in error.errors()))
             raise CheckpointError(
                 f"{checkpoint.folder / 'state.json'}: is damaged ({wrong} is not what a run writes "
                 "there)"
