@@ -147,8 +147,8 @@ class ModelState:
                         yield _joined(name, str(key)), container.get(key), before.get(key)
             elif not isinstance(container, set):
                 yield f"the length of {name}", len(container), len(before)
-                for place, (one, other) in enumerate(zip(container, before, strict=False)):
-                    yield f"{name}[{place}]", one, other
+                for index, (one, other) in enumerate(zip(container, before, strict=False)):
+                    yield f"{name}[{index}]", one, other
 
     def _differ(self, now: Any, then: Any) -> bool:
         if now is then or id(now) in self._others:

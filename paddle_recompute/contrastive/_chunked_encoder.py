@@ -273,12 +273,12 @@ class ChunkedEncoder:
         """All rows of each output, in the order of the chunks."""
         heads = []
         with paddle.no_grad():
-            for place, path in enumerate(self._paths):
-                pieces = [part[place] for part in parts]
+            for index, path in enumerate(self._paths):
+                pieces = [part[index] for part in parts]
                 what = f"what {self._what} returns as {path}"
-                self._cut[place], length = cut_axes(pieces, self._chunks, what)
+                self._cut[index], length = cut_axes(pieces, self._chunks, what)
                 heads.append(
-                    paddle.concat([padded(piece, self._cut[place], length) for piece in pieces])
+                    paddle.concat([padded(piece, self._cut[index], length) for piece in pieces])
                 )
         return heads
 

@@ -266,7 +266,7 @@ class BucketedReduction:
         look whether the bucket is complete.
         """
         self._usual = [*self._order]
-        last = {index: place for place, index in enumerate(self._usual)}
+        last = {index: position for position, index in enumerate(self._usual)}
         counted = Counter(self._usual)
         self._ready = []
         for bucket in self._buckets:

@@ -211,10 +211,10 @@ def _bare_model_for_data_parallel() -> Iterator[None]:
 def _option_of_the_command(name: str) -> str:
     """What ``--name`` was given on the command line of this process; "" if it was not."""
     found: list[str] = []
-    for place, word in enumerate(sys.argv):
+    for index, word in enumerate(sys.argv):
         option, _, value = word.partition("=")
         if option == f"--{name}":
-            following = itertools.takewhile(lambda w: not w.startswith("-"), sys.argv[place + 1 :])
+            following = itertools.takewhile(lambda w: not w.startswith("-"), sys.argv[index + 1 :])
             found += [value] if value else following
     return " ".join(found).strip()
 

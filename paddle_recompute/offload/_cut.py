@@ -103,7 +103,7 @@ def chain_of(
             "one"
         )
     ranges = cut([num_bytes(layer) for layer in layers], num_shards)
-    names = names or [f"Layer {place}" for place in range(len(layers))]
+    names = names or [f"Layer {index}" for index in range(len(layers))]
     groups = [
         (f"shard {number} of {num_shards} ({names[part[0]]} to {names[part[-1]]})", own)
         for number, (part, own) in enumerate(

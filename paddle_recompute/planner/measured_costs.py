@@ -252,7 +252,7 @@ def _calls_of_one_step(costs: StepCosts, waiting: Collection[int]) -> list[int]:
     would be two unknowns of one equation.
     """
     backwards = [event.call for event in costs.events if event.kind == "before again"]
-    places = {number: place for place, number in enumerate(backwards)}
+    places = {number: index for index, number in enumerate(backwards)}
     most = simulate(costs, costs.units).peak.bytes
     most += MOST_PLAIN * max(call.kept for call in costs.calls)
     tried: list[int] = []

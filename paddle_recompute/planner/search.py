@@ -140,7 +140,7 @@ class _Chain:
         back = [calls[e.call].unit for e in costs.events if e.kind == "again"]
         ahead = [unit for unit in costs.units if unit not in back]  # their activations are not read
         self._order = [*ahead, *reversed(list(dict.fromkeys(back)))]
-        places = {unit: place for place, unit in enumerate(self._order)}
+        places = {unit: index for index, unit in enumerate(self._order)}
         self.is_exact = True
         self.seconds = dict.fromkeys(self._order, 0.0)
         self._kept = dict.fromkeys(self._order, 0)
@@ -176,12 +176,12 @@ class _Chain:
     def fastest(self, room: int) -> set[tuple[str, int]] | None:
         """The units to recompute within `room` bytes; None if that is too little."""
         labels: list[tuple[int, float, int]] = [(0, 0.0, 0)]  # bytes, seconds, whole ones as bits
-        for place, unit in enumerate(self._order):
-            limit = room - self._always[place]
-            whole, plain = room - self._whole[place], room - self._plain[place]
+        for index, unit in enumerate(self._order):
+            limit = room - self._always[index]
+            whole, plain = room - self._whole[index], room - self._plain[index]
             kept, seconds = self._kept[unit], self.seconds[unit]
             found = [
-                (size, time + seconds, bits | 1 << place)
+                (size, time + seconds, bits | 1 << index)
                 for size, time, bits in labels
                 if size <= min(limit, whole)
             ]
@@ -195,7 +195,7 @@ class _Chain:
         if not last:
             return None
         bits = min(last, key=lambda label: label[1])[2]
-        return {unit for place, unit in enumerate(self._order) if bits >> place & 1}
+        return {unit for index, unit in enumerate(self._order) if bits >> index & 1}
 
 
 def _pareto_minimal(labels: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:

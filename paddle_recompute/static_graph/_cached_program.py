@@ -153,8 +153,8 @@ class CachedProgram:
             )
         known: dict[Encode, list[ChunkPrograms]] = {}
         with training.static_mode():
-            for place, (batch, spec) in enumerate(zip(inputs, specs, strict=True)):
-                encode = pair[min(place, 1)]
+            for index, (batch, spec) in enumerate(zip(inputs, specs, strict=True)):
+                encode = pair[min(index, 1)]
                 feeds = Feeds(batch, spec, any_rows=True)
                 if all(
                     not feeds.is_like(program.feeds) for program in known.setdefault(encode, [])

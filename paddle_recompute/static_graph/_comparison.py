@@ -230,19 +230,19 @@ class Comparison:
         built = step.built
         step.states[""].streams.restore()
         seen: dict[str, NDArray[Any] | None] = {}
-        for place in range(1, step.passes + 1):
+        for index in range(1, step.passes + 1):
             built.state.set(step.start)
             losses, gradients = built.losses_and_gradients(step.feeds, step.weights)
-            seen[_of_pass("the loss", place)] = _of_all_ranks(losses)
+            seen[_of_pass("the loss", index)] = _of_all_ranks(losses)
             for name, gradient in gradients.items():
                 if not built.exchanges_gradients:
                     gradient = _of_all_ranks(gradient)
-                seen[_of_pass(f"{GRADIENT_OF}{name}", place)] = gradient
+                seen[_of_pass(f"{GRADIENT_OF}{name}", index)] = gradient
             # A Program that does not know a buffer as a variable makes a constant of it.
-            seen |= _buffers(step, place)
+            seen |= _buffers(step, index)
             for name, variable in self._variables(built).items():
                 for array in built.state.get([variable]).values():
-                    seen[_of_pass(f"the buffer {name}", place)] = array
+                    seen[_of_pass(f"the buffer {name}", index)] = array
         # What is frozen in dygraph alone has a gradient in the Program alone.
         names = [
             *expected,

@@ -256,9 +256,9 @@ class TrainedProgram:
         self, feeds: Sequence[Arrays], weights: Sequence[float], fetched: list[Any]
     ) -> Iterator[list[Any]]:
         """The values of `fetched` in each run; the last one updates the parameters."""
-        for place, (arrays, weight) in enumerate(zip(feeds, weights, strict=True), 1):
+        for index, (arrays, weight) in enumerate(zip(feeds, weights, strict=True), 1):
             feed = {**arrays, MICRO_BATCH_WEIGHT: np.full([1], weight, "float32")}
-            exchanges = place == len(feeds) or self.gathers_rows
+            exchanges = index == len(feeds) or self.gathers_rows
             yield self.state.run(self.main, feed, fetched, exchanges=exchanges)
 
 

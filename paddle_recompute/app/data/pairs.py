@@ -198,9 +198,9 @@ class _Parser:
         if len(columns) == 1:
             raise BadLine("1 column, expected query<TAB>positive[<TAB>negative...]")
         texts: dict[str, list[str]] = {name: [] for name in _NAMES.values()}
-        for place, (name, text) in enumerate(zip(names, columns, strict=False), 1):
+        for index, (name, text) in enumerate(zip(names, columns, strict=False), 1):
             if not text and name != "title":
-                raise BadLine(f"empty {name} (column {place})")
+                raise BadLine(f"empty {name} (column {index})")
             texts[name].append(text)
         return self._pairs(texts)
 
@@ -289,7 +289,7 @@ def _texts(found: dict[str, Any], key: str) -> list[str]:
     value = found[key]
     given = value if isinstance(value, list) else [value]
     named = {
-        f"{key}[{place}]" if given is value else key: content for place, content in enumerate(given)
+        f"{key}[{index}]" if given is value else key: content for index, content in enumerate(given)
     }
     texts = []
     for name, content in named.items():

@@ -289,7 +289,7 @@ def _from_entries(tokenizers: types.ModuleType, path: Path, notes: list[str]) ->
     if not all(number.isdecimal() for _, tab, number in entries if tab):
         raise ValueError("a line is not entry<TAB>id")
     vocab = {
-        entry: int(number) if tab else place for place, (entry, tab, number) in enumerate(entries)
+        entry: int(number) if tab else index for index, (entry, tab, number) in enumerate(entries)
     }
     if missing := [token for token in SPECIAL_TOKENS[:4] if token not in vocab]:
         raise ValueError(f"a vocab.txt of BERT or ERNIE has the entries {', '.join(missing)}")

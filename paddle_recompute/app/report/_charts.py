@@ -287,8 +287,8 @@ def _bars(number: int, lane: dict[str, Any]) -> Iterator[_Bar]:
     ends = ("began", "backward_ended", "synchronized", "ended")
     for kind, left, right in zip(_KINDS, ends, ends[1:], strict=False):
         yield _Bar(row, kind, lane[left], lane[right], row)
-    for place, (size, queued, started, ended) in enumerate(lane["buckets"]):
-        what = f"bucket {place}, {format_bytes(size)}"
+    for index, (size, queued, started, ended) in enumerate(lane["buckets"]):
+        what = f"bucket {index}, {format_bytes(size)}"
         yield _Bar(sends, "bucket waits", queued, started, what)
         yield _Bar(sends, "bucket is summed", started, ended, what)
 
