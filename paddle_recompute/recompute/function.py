@@ -84,7 +84,8 @@ def recompute(
     """Call ``function(*args, **kwargs)``; keep its inputs for the backward, not its activations.
 
     The backward runs `function` a second time and uses the activations of that second forward. This
-    costs one extra forward. Outputs, gradients, random streams and buffers are those of the plain
+    costs one extra forward, also for several backwards through the call (``retain_graph=True``).
+    Outputs, gradients, random streams and buffers are those of the plain
     call. Replaces ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
 
     Under ``paddle.no_grad`` the function is called once and nothing is kept. While a Program is
@@ -141,7 +142,7 @@ def recompute(
         offload_indices: Positions in `args` of tensors to keep on the host, as in Paddle 3.x.
         context_fn: Returns two context managers: `function` runs inside of the first one in its
             first forward and of the second one in its second. It is called for each first forward,
-            and again for each second one after the first of these (``retain_graph=True``).
+            and again where a second one has failed and another backward repeats it.
         debug: Where the second forward differs, the error names the operation, the Layer and the
             line of the first saved tensor that differs, in both forwards. Another function of
             Paddle is a difference too, even if what it saves has the same shape. Costs about 10 us
