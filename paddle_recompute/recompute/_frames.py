@@ -79,7 +79,8 @@ class FrameHandle(SavedHandle):
                 # The second run failed: Paddle never frees the argument of such a hook.
                 if frame.is_released and not frame._failed:
                     self.frame = _RELEASED
-        value = self.take(is_last or not frame.is_released, itself)
+        # Under ``retain_graph`` Paddle (2.6, 3.x) holds the memory in the graph anyway.
+        value = self.take(is_last, itself)
         if is_last and not frame.is_released:
             if not self.is_spent:
                 self.is_spent = True

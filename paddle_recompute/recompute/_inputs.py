@@ -51,7 +51,7 @@ class Input:
                 raise RecomputeError(
                     f"{self.what} ({_named(source)}) of a recomputed function was changed in place "
                     "between its forward and its backward, so the forward cannot be repeated. Run "
-                    "the backward before the change, or change a copy."
+                    "the backward before the change, or change a copy (reshape for reshape_)."
                 )
         if _nested.is_tensor(source):
             if is_parameter(source):

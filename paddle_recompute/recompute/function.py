@@ -84,8 +84,9 @@ def recompute(
     """Call ``function(*args, **kwargs)``; keep its inputs for the backward, not its activations.
 
     The backward runs `function` a second time and uses the activations of that second forward. This
-    costs one extra forward. Outputs, gradients, RNG state and buffers are bitwise identical to
-    those of the plain call. Replaces ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
+    costs one extra forward, also for several backwards through the call (``retain_graph=True``).
+    Outputs, gradients, RNG state and buffers are bitwise identical to those of the plain call.
+    Replaces ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
 
     Under ``paddle.no_grad`` the function is called once and nothing is kept. While a Program is
     being built (``paddle.enable_static``, ``paddle.jit.to_static``) the call is only marked.
@@ -169,7 +170,7 @@ def recompute(
             removes even after a crash), or None (the device).
         offload_indices: Positions in `args` of tensors to keep on the host, as in Paddle 3.x.
         context_fn: Returns two context managers, one for each forward. It is called once per call
-            of `recompute`, and again for each further recomputation (``retain_graph=True``).
+            of `recompute`, and again if a second forward failed and another backward repeats it.
         debug: Where the second forward differs, the error names the operation, the Layer and the
             line of the first saved tensor that differs, in both forwards. Another function of
             Paddle is a difference too, even if what it saves has the same shape. Costs about 10 us
