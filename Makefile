@@ -232,7 +232,7 @@ lint: venv
 # Benchmarks lie in folders by the question that they answer. Each prints a table and writes it to
 # benchmarks/results. sync and several_machines make networks, for which they need root
 # and iproute2.
-# retrieval_vs_sentence_transformers and peers make an environment with torch, .venv-torch.
+# retrieval_vs_sentence_transformers, peers and selective make an environment with torch, .venv-torch.
 BENCHMARK_FILES := $(filter-out benchmarks/harness/%,$(wildcard benchmarks/*/[a-z]*.py))
 BENCHMARKS := $(sort correctness contrastive $(notdir $(basename $(BENCHMARK_FILES))))
 # The module of the benchmark NAME: $(call module_of,NAME)
@@ -280,6 +280,10 @@ bench-third_party_settings: venv-formers
 # FairScale, torch's own and sentence-transformers beside fleet's and ours.
 bench-peers: venv venv-torch
 	.venv/bin/python -m benchmarks.speed.peers $(ARGS)
+
+# keep beside torch's selective checkpointing.
+bench-selective: venv venv-torch
+	.venv/bin/python -m benchmarks.memory.selective $(ARGS)
 
 bench-host: venv
 	.venv/bin/python -m benchmarks.speed.host $(ARGS)
