@@ -126,7 +126,7 @@ def metadata_lists_of(tensors: list[Any]) -> MetadataLists:
 
 
 def each_metadata(lists: MetadataLists) -> list[TensorMetadata]:
-    """Those that lie side by side."""
+    """The metadata of each tensor, from the lists."""
     dtypes, strides, offsets, sizes = lists
     shapes: list[list[int]] = [[]]
     for size in sizes:
