@@ -318,7 +318,7 @@ def _writer(held: ExitStack, output: Path, inputs: list[Path]) -> Callable[[str]
         default="pdparams",
         show_default=True,
         help="pdparams: weights for paddle.load. inference: a program for paddle.inference, with "
-        "its tokenizer. onnx: the same for ONNX; needs paddle2onnx.",
+        "its tokenizer. onnx: for onnxruntime and sentence-transformers; needs paddle2onnx.",
     ),
     click.option(
         "--output",
@@ -416,6 +416,9 @@ def convert(
         encoder = load_encoder(source)
         write_hugging_face(encoder, target)
         words = f"model and tokenizer of {encoder.folder}: {target}"
+        query, document = encoder.longest("query"), encoder.longest("document")
+        if query != document:  # sentence-transformers has one limit
+            words += f"\n  it cuts queries after {document} tokens, and training after {query}"
         tell_written(target, words, as_json, checkpoint=str(encoder.folder))
         return
     beside, found = tokenizer_beside(Path(source)), model_folder(Path(source))

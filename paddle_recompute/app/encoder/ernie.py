@@ -126,6 +126,15 @@ class ErnieEncoder(paddle.nn.Layer):
         Raises:
             DataError: `input_ids` is not a matrix, is empty, or is longer than the model accepts.
         """
+        return self.pooled(*self.tokens(input_ids, token_type_ids, attention_mask))
+
+    def tokens(
+        self,
+        input_ids: paddle.Tensor,
+        token_type_ids: paddle.Tensor | None = None,
+        attention_mask: paddle.Tensor | None = None,
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """A vector of each token, ``[batch, length, hidden_size]``, and the mask of `pooled`."""
         self._check(input_ids)
         if attention_mask is None:
             attention_mask = input_ids != self.pad_token_id
@@ -144,7 +153,11 @@ class ErnieEncoder(paddle.nn.Layer):
             if self.relative is not None:
                 added = added + self.relative(input_ids).astype(added.dtype)
             hidden = self.encoder(hidden, added)  # [batch, 1 or heads, 1 or length, length]
-        vector = self.pooler(hidden, keep.astype(hidden.dtype))
+        return hidden, keep.astype(hidden.dtype)
+
+    def pooled(self, hidden: paddle.Tensor, keep: paddle.Tensor) -> paddle.Tensor:
+        """The vector of each text, from `tokens`."""
+        vector = self.pooler(hidden, keep)
         if self.projection is not None:
             vector = self.projection(vector)
             vector = paddle.tanh(vector) if self._is_tanh else vector

@@ -22,12 +22,23 @@ from safetensors.numpy import load_file, save_file
 
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.data import check_vocabulary
-from paddle_recompute.app.retrieval import encode_texts, load_encoder, write_hugging_face
+from paddle_recompute.app.retrieval import (
+    encode_texts,
+    load_encoder,
+    write_hugging_face,
+    write_onnx,
+)
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import CheckpointError, ConfigError, DataError
 from tests.app.commands import command
 from tests.app.retrieval.make_models import CASES
 from tests.app.retrieval.pretrained import KINDS, add_modules, make_folder, model_of
+from tests.app.retrieval.test_hugging_face import (
+    TORCH_PYTHON,
+    needs_converter,
+    needs_torch,
+    with_transformers,
+)
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
 
@@ -350,7 +361,6 @@ def test_a_vocabulary_belongs_to_its_weights(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------- transformers
 
-TORCH_PYTHON = os.environ.get("TORCH_PYTHON", "")
 LONG = "the river and the stone and the tree " * 40
 
 
@@ -374,7 +384,7 @@ def run_torch(*arguments: str | Path, texts: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not TORCH_PYTHON, reason="needs transformers (make test-torch)")
+@needs_torch
 def test_the_vectors_of_sentence_transformers(theirs: tuple[Path, dict[str, Any]]) -> None:
     folder, made = theirs
     given = [*TEXTS, LONG]
@@ -392,3 +402,18 @@ def test_the_vectors_of_sentence_transformers(theirs: tuple[Path, dict[str, Any]
         difference = abs(np.array(written[name]) - np.array(made[name]["document"])).max()
         print(f"{name}, written: largest difference {difference:.2g}")
         assert difference < TOLERANCE
+
+
+@pytest.mark.timeout(600)
+@needs_torch
+@needs_converter
+def test_onnxruntime_has_the_vectors_of_mpnet(
+    theirs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Whose positions paddle2onnx gives a wrong shape, which onnxruntime believes."""
+    encoder = load_encoder(theirs[0] / "mpnet")
+    write_onnx(encoder, tmp_path / "served")
+    found = with_transformers("onnx", tmp_path / "served", given=TEXTS)
+    assert list(found["inputs"]) == ["input_ids", "attention_mask"]
+    difference = abs(np.array(found["sentence_embedding"]) - encode_texts(encoder, TEXTS)).max()
+    assert difference < TOLERANCE
