@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+import tokenizers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from paddle_recompute.app.config import ModelConfig
+from paddle_recompute.app.config import Config, ModelConfig
 from paddle_recompute.app.data import check_vocabulary
 from paddle_recompute.app.retrieval import (
     encode_texts,
@@ -28,6 +29,7 @@ from paddle_recompute.app.retrieval import (
     write_hugging_face,
     write_onnx,
 )
+from paddle_recompute.app.trainer import Trainer, seeded_model
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import CheckpointError, ConfigError, DataError
 from tests.app.commands import command
@@ -357,6 +359,47 @@ def test_a_vocabulary_belongs_to_its_weights(tmp_path: Path) -> None:
     shutil.copy(new, out / "tokenizer.json")
     with pytest.raises(DataError, match="has other entries than the vocabulary"):
         load_encoder(out)
+
+
+def test_added_tokens_get_rows(tmp_path: Path) -> None:
+    make_folder(tmp_path / "bert")
+    (tmp_path / "pairs.tsv").write_text("".join(f"{a}\t{a} stone\n" for a in texts(300)))
+    file = tmp_path / "bert" / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(["[WORLD]", "<e1>"])
+    start = {"model": {"init_from": str(tmp_path / "bert")}}
+
+    def config(**changes: Any) -> Config:
+        return Config.model_validate(
+            {**tiny(tmp_path).to_dict(), "model": {**start["model"], **changes}}
+        )
+
+    with pytest.raises(ConfigError, match=r"15 rows are enough for the 15 entries"):
+        check_vocabulary(config(resize_embeddings=True))
+    tokenizer.save(str(file))
+    for refused in (check_vocabulary, lambda given: seeded_model(given, 17)):
+        with pytest.raises(ConfigError, match=r"received 15; .*model.resize_embeddings: true adds"):
+            refused(config())
+    resized = config(resize_embeddings=True)
+    check_vocabulary(resized)
+    one, again = (seeded_model(resized, 17).embeddings.word.weight.numpy() for _ in range(2))
+    assert one.shape == (17, 16) and np.array_equal(one, again)
+    theirs = load_file(tmp_path / "bert" / "model.safetensors")
+    assert np.array_equal(one[:15], theirs["embeddings.word_embeddings.weight"])
+    assert 0.1 < one[15:].std() < 0.6  # initializer_range is 0.3
+    # A run, what it exports, and a run from it have these rows; none is drawn anew.
+    Trainer(resized).run()
+    export = ("export", "--model", tmp_path / "run", "--format", "safetensors")
+    command(*export, "--output", tmp_path / "out" / "m.safetensors")
+    trained = load_encoder(tmp_path / "run")
+    vectors = encode_texts(trained, ["big [WORLD]", "<e1>"])
+    assert np.array_equal(
+        encode_texts(load_encoder(tmp_path / "out"), ["big [WORLD]", "<e1>"]), vectors
+    )
+    for source in (tmp_path / "run", tmp_path / "out"):
+        start["model"]["init_from"] = str(source)
+        rows = seeded_model(config(), 17).embeddings.word.weight.numpy()
+        assert np.array_equal(rows, trained.model.embeddings.word.weight.numpy())
 
 
 # ------------------------------------------------------------------------------------- transformers
