@@ -151,7 +151,7 @@ def largest_of_ranks(peak: int | None) -> int | None:
 
 def bare_model(config: Config, vocab_size: int) -> paddle.nn.Layer:
     """The model of a run without the weights of ``init_from``: bytes and times ignore them."""
-    model = build_model(config.model.model_copy(update={"init_from": None}), vocab_size)
+    model = build_model(config.model.without_weights(), vocab_size)
     model.train()
     return model
 
