@@ -13,10 +13,10 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._nested import describe
+from paddle_recompute.captured_state import Call, add_note, name_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._frames import Frame
 from paddle_recompute.recompute._recomputation import Recomputation, checksum
-from paddle_recompute.replay import Call, add_note, name_of
 
 IS_ON = os.environ.get("PADDLE_RECOMPUTE_DEBUG", "0") not in ("", "0")
 """Whether every recomputed call is debugged."""

@@ -38,6 +38,7 @@ from paddle_recompute._paddle.gradients import (
     watch_hooks,
 )
 from paddle_recompute._paddle.saved_tensors import MetadataLists, dtype_of
+from paddle_recompute.captured_state import Call
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import (
     Recorder,
@@ -55,7 +56,6 @@ from paddle_recompute.recompute._recomputation import (
     Recomputation,
     checksum,
 )
-from paddle_recompute.replay import Call
 
 
 class FrameHandle(SavedHandle):

@@ -19,9 +19,9 @@ from paddle_recompute._paddle.saved_tensors import (
     version_of,
     without_graph,
 )
+from paddle_recompute.captured_state import RECOMPUTATION_ADVICE, Call, RngState
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import SavedHandle
-from paddle_recompute.replay import RECOMPUTATION_ADVICE, Call, RngState
 
 
 class KeptCall(NamedTuple):

@@ -97,7 +97,7 @@ class Objective:
     def loss_of(self, model: paddle.nn.Layer, batch: Batch) -> paddle.Tensor:
         """The loss of all pairs of `batch`, encoded at once: a scalar, float32."""
         inputs, ids = inputs_of_cache(batch)
-        query, positive, *negatives = [model(one) for one in inputs]
+        query, positive, *negatives = [model(tensor) for tensor in inputs]
         if negatives:
             shape = [*batch["negatives"].shape[:2], query.shape[-1]]
             negatives = [negatives[0].reshape(shape)]
@@ -107,7 +107,9 @@ class Objective:
         """The trained parameters beside the encoder's, by structured name: ``loss/logit_scale`` if
         the temperature is learned.
         """
-        return {f"{LOSS_PREFIX}{name}": one for name, one in self.loss.named_parameters()}
+        return {
+            f"{LOSS_PREFIX}{name}": parameter for name, parameter in self.loss.named_parameters()
+        }
 
     def synchronization(self, model: paddle.nn.Layer) -> GradientSync:
         """A new synchronization of all that is trained; all ranks make it together."""
