@@ -237,7 +237,8 @@ def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
     for policy in POLICIES[name]:
         predicted, measured = peaks(job, costs, choices_of(policy, costs))
         less, more = SLACK.get(name, (0.0, 0.0))
-        if len({*policy}) == 1 and name not in ("one mask", "encoder that keeps"):  # no call is beside another option
+        # Where all calls are alike, none is beside another option.
+        if len({*policy}) == 1 and name not in ("one mask", "encoder that keeps"):
             less, more = 0.0, IN_TURNS if name in ("two towers", "gradient cache") else 0.0
         difference = predicted - measured
         assert -EXACT - less * measured <= difference <= EXACT + more * measured, policy
