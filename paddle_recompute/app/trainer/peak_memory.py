@@ -217,6 +217,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
         checkpoints=config.recompute.checkpoints,
         autocast=lambda: _autocast(config),
         preserve_rng_state=config.recompute.preserve_rng_state,
+        keep=config.recompute.keep,
     )
 
 
