@@ -140,9 +140,11 @@ compiled-tests: venv
 SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     app/config app/data app/launch app/report app/test_cli_config.py app/test_cli_shell.py \
     app/parity/test_comparison.py \
-    $(addprefix app/retrieval/test_,encode.py evaluation.py hugging_face.py mining.py use.py) \
+    $(addprefix app/retrieval/test_,encode.py evaluation.py hugging_face.py mining.py) \
+    $(addprefix app/retrieval/test_,serving.py use.py) \
     $(addprefix app/trainer/test_,callbacks.py disk_faults.py foreign_weights.py progress.py) \
-    $(addprefix app/trainer/test_,resume.py run_folder.py same_settings.py signals.py validation.py) \
+    $(addprefix app/trainer/test_,resume.py run_folder.py same_settings.py signals.py trainer.py) \
+    app/trainer/test_validation.py \
     benchmarks $(addprefix distributed/test_,control_port.py control_server.py peer_state.py) \
     $(addprefix docs/test_,figures.py first_screen.py messages.py pages.py site.py story.py) \
     fuzz/test_readers.py fuzz/test_what_readers_read.py \
@@ -215,8 +217,12 @@ ON_DEVICE := PADDLE_RECOMPUTE_TEST_DEVICE=fake_device FAKE_COLLECTIVE_US=2000 FA
 test-device: venv
 	$(ON_DEVICE) .venv/bin/python -m pytest $(PARALLEL) $(DEVICE_TESTS) $(ARGS)
 
+# With Paddle 2.6 the device runs what copies and waits; the rest is the same code on both.
 test-device26: venv26
-	$(ON_DEVICE) .venv26/bin/python -m pytest $(PARALLEL) $(DEVICE_TESTS) --ignore=tests/offload/test_ranks.py $(ARGS)
+	$(ON_DEVICE) .venv26/bin/python -m pytest $(PARALLEL) tests/fake_device tests/recompute/test_engine.py \
+	    tests/recompute/test_offload.py tests/contrastive/test_gather.py tests/grad_sync/test_buckets.py \
+	    tests/offload tests/sharding/test_same_bits.py tests/train_step/test_host_reads.py \
+	    tests/train_step/test_mixed_precision.py --ignore=tests/offload/test_ranks.py $(ARGS)
 
 lint: venv
 	.venv/bin/ruff check .
@@ -226,7 +232,7 @@ lint: venv
 # Benchmarks lie in folders by the question that they answer. Each prints a table and writes it to
 # benchmarks/results. sync and several_machines make networks, for which they need root
 # and iproute2.
-# retrieval_vs_sentence_transformers and peers make an environment with torch, .venv-torch.
+# retrieval_vs_sentence_transformers, peers and selective make an environment with torch, .venv-torch.
 BENCHMARK_FILES := $(filter-out benchmarks/harness/%,$(wildcard benchmarks/*/[a-z]*.py))
 BENCHMARKS := $(sort correctness contrastive $(notdir $(basename $(BENCHMARK_FILES))))
 # The module of the benchmark NAME: $(call module_of,NAME)
@@ -274,6 +280,10 @@ bench-third_party_settings: venv-formers
 # FairScale, torch's own and sentence-transformers beside fleet's and ours.
 bench-peers: venv venv-torch
 	.venv/bin/python -m benchmarks.speed.peers $(ARGS)
+
+# keep beside torch's selective checkpointing.
+bench-selective: venv venv-torch
+	.venv/bin/python -m benchmarks.memory.selective $(ARGS)
 
 bench-host: venv
 	.venv/bin/python -m benchmarks.speed.host $(ARGS)

@@ -12,10 +12,10 @@ HERE = Path(__file__).parent
 
 def version() -> str:
     """The version stands in the package, once."""
-    text = (HERE / "paddle_recompute" / "__init__.py").read_text(encoding="utf-8")
+    text = (HERE / "paddle_recompute" / "_version.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     if match is None:
-        raise RuntimeError("paddle_recompute/__init__.py: no line __version__ = ...")
+        raise RuntimeError("paddle_recompute/_version.py: no line __version__ = ...")
     return match[1]
 
 

@@ -22,7 +22,7 @@ from paddle_recompute import (
 from paddle_recompute.app.data import build_loader, prepare_data
 from paddle_recompute.app.retrieval.evaluation import encode_batches, retrieval_metrics
 from paddle_recompute.distributed import barrier, broadcast_from_rank0
-from paddle_recompute.train_step.optimizer import build_optimizer, build_schedule
+from paddle_recompute.train_step import build_optimizer, build_schedule
 
 dist.init_parallel_env()
 rank, num_ranks = dist.get_rank(), dist.get_world_size()

@@ -18,6 +18,8 @@ import types
 import zlib  # noqa: F401
 from typing import TYPE_CHECKING, Any
 
+from paddle_recompute._version import __version__
+
 # zlib before Paddle: if Paddle 2.6.2 is the first to load the system's libz, calls inside libz bind
 # to a second zlib in libpaddle.so, and the first picture that is written corrupts the heap (SIGSEGV
 # or "free(): invalid pointer"). Paddle 3.3 hides its own. Can go with 2.6; held by
@@ -56,8 +58,6 @@ if TYPE_CHECKING:
     )
     from paddle_recompute.sharding import ShardedOptimizer
     from paddle_recompute.train_step import CompileReport, TrainStep, compile_model
-
-__version__ = "0.2.0"
 
 __all__ = [
     "AmpConfigs",

@@ -60,7 +60,7 @@ def apart(condition: str, *others: str, because: str = "") -> tuple[Rule, ...]:
     """
 
     def refuse(given: Given, other: str) -> Iterator[tuple[str, str]]:
-        if all([_holds(given, one) for one in (*condition.split(" & "), other)]):
+        if all([_holds(given, part) for part in (*condition.split(" & "), other)]):
             path = condition.partition(" & ")[0].partition("=")[0]
             reason = f": {because}" if because else ""
             advice = "" if "; " in because else "; remove one of them"
@@ -123,31 +123,33 @@ class Options:
 
     def default(self, name: str) -> Any:
         """The default of an option."""
-        [one] = [one for one in dataclasses.fields(self) if one.name == name]
+        [one] = [spec for spec in dataclasses.fields(self) if spec.name == name]
         made = one.default_factory
         return one.default if made is dataclasses.MISSING else made()
 
     def _wrong_values(self) -> Iterator[tuple[str, str]]:
         hints = typing.get_type_hints(type(self))
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            words = _allowed(hints[one.name], value) or _within(one.metadata, value)
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            words = _allowed(hints[spec.name], value) or _within(spec.metadata, value)
             if words is not None:
-                yield one.name, f"must be {words}"
+                yield spec.name, f"must be {words}"
 
 
 def _allowed(hint: Any, value: Any) -> str | None:
     """What a value of the type `hint` is, in words; None if `value` is one."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        found = [_allowed(one, value) for one in inner]
+        found = [_allowed(allowed_type, value) for allowed_type in inner]
         return None if None in found else " or ".join(words for words in found if words)
     if origin is Literal:
-        is_one = any(type(value) is type(one) and value == one for one in inner)
-        return None if is_one else " or ".join(repr(one) for one in inner)
+        is_one = any(
+            type(value) is type(allowed_value) and value == allowed_value for allowed_value in inner
+        )
+        return None if is_one else " or ".join(repr(allowed_value) for allowed_value in inner)
     if origin in (list, tuple):
         is_list = isinstance(value, list | tuple)
-        if is_list and not any(_allowed(inner[0], one) for one in value):
+        if is_list and not any(_allowed(inner[0], element) for element in value):
             return None
         return f"a list, each of it {_allowed(inner[0], object())}"
     if hint is float:

@@ -18,7 +18,11 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def paired_seconds(
-    variants: dict[str, Callable[[], object]], *, warm_up: int, rounds: int
+    variants: dict[str, Callable[[], object]],
+    *,
+    warm_up: int,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of every variant in every round; a round runs each variant once, in turn.
 
@@ -28,10 +32,10 @@ def paired_seconds(
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(warm_up + rounds):
         for name, step in variants.items():
-            start = time.perf_counter()
+            start = clock()
             step()
             if number >= warm_up:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 

@@ -25,13 +25,14 @@ from paddle_recompute.planner import (
     StepCosts,
     choices_of_policy,
     make_plan,
+    measure_costs,
     next_faster,
     smallest,
     solve,
     uniform,
     within_budget,
 )
-from paddle_recompute.planner.solve import Units
+from paddle_recompute.planner.search import Units
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step import TrainStep
 
@@ -228,7 +229,7 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     gc.collect()
     collecting = _seconds(gc.collect, time.process_time)
     start = time.process_time()
-    costs = job.measure()
+    costs = measure_costs(job)
     probing = time.process_time() - start
     signature = job.signature()
     if mode == "static":  # the model in dygraph is not needed any more

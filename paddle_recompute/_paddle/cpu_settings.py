@@ -142,7 +142,7 @@ def is_amd_on_linux() -> bool:
 
 
 def _flags() -> set[str]:
-    lines = (one.partition(":") for one in _text_of(CPU_INFO).splitlines())
+    lines = (line.partition(":") for line in _text_of(CPU_INFO).splitlines())
     return next((set(value.split()) for name, _, value in lines if name.strip() == "flags"), set())
 
 

@@ -74,7 +74,7 @@ def by_dtype(tensors: Sequence[paddle.Tensor]) -> Gradients:
     dtypes = [*map(attrgetter("dtype"), tensors)]
     if dtypes and _are_equal(dtypes):  # without a hash of each
         return {dtypes[0]: tensors}
-    return {one: [*compress(tensors, map(one.__eq__, dtypes))] for one in {*dtypes}}
+    return {dtype: [*compress(tensors, map(dtype.__eq__, dtypes))] for dtype in {*dtypes}}
 
 
 def _are_equal(dtypes: Sequence[Any]) -> bool:

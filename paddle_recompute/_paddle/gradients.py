@@ -95,7 +95,11 @@ def has_unwatched_hooks(tensor: paddle.Tensor) -> bool:
 def leaves_with_hooks() -> list[paddle.Tensor]:
     """The leaves that have had a hook since `watch_hooks`, in the order of the first ones."""
     found = [leaf.tensor() for leaf in list(_hooked.values()) if leaf.has_hooks]
-    return [one for one in found if one is not None and one.is_leaf and not one.stop_gradient]
+    return [
+        tensor
+        for tensor in found
+        if tensor is not None and tensor.is_leaf and not tensor.stop_gradient
+    ]
 
 
 @contextlib.contextmanager

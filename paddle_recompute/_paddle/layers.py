@@ -39,8 +39,12 @@ def parameters_of_optimizer(optimizer: Any) -> list[paddle.Tensor]:
 
 def with_inner_optimizers(optimizer: Any) -> list[Any]:
     """`optimizer` and those inside of it, as ``LookAhead`` has one (2.6, 3.x)."""
-    inner = [one for one in vars(optimizer).values() if isinstance(one, paddle.optimizer.Optimizer)]
-    return [optimizer, *(each for one in inner for each in with_inner_optimizers(one))]
+    inner = [
+        attribute
+        for attribute in vars(optimizer).values()
+        if isinstance(attribute, paddle.optimizer.Optimizer)
+    ]
+    return [optimizer, *(each for attribute in inner for each in with_inner_optimizers(attribute))]
 
 
 def clips_of_optimizer(optimizer: Any) -> list[Any]:
@@ -49,9 +53,9 @@ def clips_of_optimizer(optimizer: Any) -> list[Any]:
     says it publicly.
     """
     clips = []
-    for one in with_inner_optimizers(optimizer):
-        groups = getattr(one, "_param_groups", None) or []
-        clips.append(getattr(one, "_grad_clip", None))
+    for inner in with_inner_optimizers(optimizer):
+        groups = getattr(inner, "_param_groups", None) or []
+        clips.append(getattr(inner, "_grad_clip", None))
         clips += [group.get("grad_clip") for group in groups if isinstance(group, dict)]
     return [clip for clip in clips if clip is not None]
 
@@ -86,10 +90,10 @@ def layers_below(root: paddle.nn.Layer) -> list[paddle.nn.Layer]:
     found, known = [root], {id(root)}
     for layer in found:
         if below := layer.__dict__["_sub_layers"]:
-            for one in below.values():
-                if one is not None and id(one) not in known:
-                    known.add(id(one))
-                    found.append(one)
+            for sublayer in below.values():
+                if sublayer is not None and id(sublayer) not in known:
+                    known.add(id(sublayer))
+                    found.append(sublayer)
     return found
 
 

@@ -257,7 +257,9 @@ class _PackReferences(threading.local):
             weakref.finalize(unpack, _release, alive).atexit = False
         self._in_graphs += alive
         if len(self._in_graphs) > self._enough:
-            self._in_graphs = [one for one in self._in_graphs if _is_in_graph(one())]
+            self._in_graphs = [
+                reference for reference in self._in_graphs if _is_in_graph(reference())
+            ]
             self._enough = 2 * len(self._in_graphs) + 30
 
     def around(self, engine: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ MASTERS, SCHEDULE = "master_weights", "LR_Scheduler"
 """What ``Optimizer.state_dict`` (2.6, 3.x) has besides the tensors of a parameter."""
 
 
-def owner_of_state(key: str, names: Iterable[str]) -> str:
+def parameter_of_state(key: str, names: Iterable[str]) -> str:
     """Which of `names` is the parameter's that the entry `key` of a state belongs to; "": none.
 
     ``Optimizer.state_dict`` (2.6, 3.x) names it ``linear_0.w_0_moment1_0``. Can go when it says the
@@ -54,11 +54,11 @@ def part_of_state(
 
     Args:
         state: Of an optimizer.
-        owners: `owner_of_state` of each key, but of `MASTERS` and `SCHEDULE`.
+        owners: `parameter_of_state` of each key, but of `MASTERS` and `SCHEDULE`.
         own: Names of parameters.
     """
     part = {key: state[key] for key, owner in owners.items() if owner in own}
-    masters = {name: one for name, one in state.get(MASTERS, {}).items() if name in own}
+    masters = {name: master for name, master in state.get(MASTERS, {}).items() if name in own}
     if masters:
         part[MASTERS] = masters
     if SCHEDULE in state:
@@ -103,7 +103,7 @@ def check_treats_each_alone(optimizer: Any, seen: str) -> None:
     Raises:
         ConfigError: It is LBFGS, or clips by anything but the value or the norm of each gradient.
     """
-    if any(isinstance(one, paddle.optimizer.LBFGS) for one in with_inner_optimizers(optimizer)):
+    if any(isinstance(inner, paddle.optimizer.LBFGS) for inner in with_inner_optimizers(optimizer)):
         raise ConfigError(
             f"the optimizer is LBFGS, which looks at all parameters at once, and sees {seen}. Use "
             "one that treats each parameter by itself"

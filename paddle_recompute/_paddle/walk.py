@@ -42,7 +42,10 @@ class ParameterWalk:
 
     def _walk(self) -> None:
         named = list(self._model.named_parameters())
-        self._names, self._parameters = [name for name, _ in named], [one for _, one in named]
+        self._names, self._parameters = (
+            [name for name, _ in named],
+            [parameter for _, parameter in named],
+        )
         layers = self._model.sublayers(include_self=True)
         self.layers = layers if all(map(_is_plain, {*map(type, layers)})) else []
         self._values = [*self._values_now()]

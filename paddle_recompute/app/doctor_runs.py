@@ -57,9 +57,9 @@ def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
     own = report.to_dict()
     for section, add in (("findings", report.add), ("warnings", report.warn)):
         for rank, found in enumerate(values_of_ranks(own[section], f"the {section}")):
-            for one in found:
-                if one not in own[section]:
-                    add(one["kind"], one["where"], f"(rank {rank}) {one['message']}")
+            for finding in found:
+                if finding not in own[section]:
+                    add(finding["kind"], finding["where"], f"(rank {rank}) {finding['message']}")
     if is_main:
         say(str(report))
         write_json(config.train.output_dir / "doctor.json", report.to_dict())

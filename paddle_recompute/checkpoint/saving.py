@@ -133,7 +133,7 @@ def _remove_others(folder: Path, newest: Path, keep: int) -> None:
         (step for path in folder.iterdir() if (step := step_of(path.name)) is not None),
         reverse=True,
     )
-    kept = {f"step-{step}" for step in [one for one in steps if one <= last][:keep]}
+    kept = {f"step-{step}" for step in [number for number in steps if number <= last][:keep]}
     for other in folder.iterdir():
         is_checkpoint = step_of(other.name) is not None
         if (is_checkpoint and other.name not in kept) or other.name.startswith(".unfinished-"):

@@ -114,13 +114,15 @@ class Rounding:
 
     def add(self, moved: Seen) -> None:
         """Add one moved run to the measurement."""
-        for name, one in differences(self.expected, moved).items():
-            self.sizes[name] = max(one.size, self.sizes.get(name, 0.0))
+        for name, difference in differences(self.expected, moved).items():
+            self.sizes[name] = max(difference.size, self.sizes.get(name, 0.0))
 
     def allowed(self, name: str, size: float, largest_of_run: float) -> float:
         """As of `Tolerance`."""
         own, precision = self.sizes.get(name, 0.0), self.precision
-        typical = statistics.median([one for one in self.sizes.values() if one] or [0.0])
+        typical = statistics.median(
+            [found_size for found_size in self.sizes.values() if found_size] or [0.0]
+        )
         noise = precision.factor * (_COARSE if self.is_coarse else 1) * max(own, typical)
         is_small = size <= min(_SMALL * precision.last_bit, _NOTHING_BUT) * largest_of_run
         if not ((is_small or self.is_coarse) and own > _NOTHING_BUT):

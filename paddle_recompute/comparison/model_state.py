@@ -22,7 +22,7 @@ from paddle_recompute._paddle.layers import (
     non_trained_state,
 )
 from paddle_recompute._paddle.writes import address_of
-from paddle_recompute.replay import RngState
+from paddle_recompute.captured_state import RngState
 
 _DICTS = (dict, collections.OrderedDict)
 _CONTAINERS = (*_DICTS, list, set, collections.deque)
@@ -147,8 +147,8 @@ class ModelState:
                         yield _joined(name, str(key)), container.get(key), before.get(key)
             elif not isinstance(container, set):
                 yield f"the length of {name}", len(container), len(before)
-                for place, (one, other) in enumerate(zip(container, before, strict=False)):
-                    yield f"{name}[{place}]", one, other
+                for index, (one, other) in enumerate(zip(container, before, strict=False)):
+                    yield f"{name}[{index}]", one, other
 
     def _differ(self, now: Any, then: Any) -> bool:
         if now is then or id(now) in self._others:
@@ -200,9 +200,17 @@ class StepState:
     def __init__(self, model: paddle.nn.Layer, *, whole: bool = False) -> None:
         self._state, self._model = ModelState(model), model
         trained = model.parameters() if whole else []
-        kept = [one for one in [*self._state.buffers().values(), *trained] if is_initialized(one)]
-        self._values = [(one, one.numpy().copy()) for one in kept]
-        self._gradients = [(one, one.grad.clone()) for one in trained if one.grad is not None]
+        kept = [
+            tensor
+            for tensor in [*self._state.buffers().values(), *trained]
+            if is_initialized(tensor)
+        ]
+        self._values = [(tensor, tensor.numpy().copy()) for tensor in kept]
+        self._gradients = [
+            (parameter, parameter.grad.clone())
+            for parameter in trained
+            if parameter.grad is not None
+        ]
 
     def restart(self) -> None:
         """Let the next step begin with the same values and streams, and no gradients.

@@ -21,6 +21,7 @@ import paddle
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state
 from paddle_recompute._paddle.layers import is_initialized
+from paddle_recompute.captured_state import RngState
 from paddle_recompute.comparison.arrays import (
     Array,
     Difference,
@@ -30,7 +31,6 @@ from paddle_recompute.comparison.arrays import (
     differences,
 )
 from paddle_recompute.comparison.model_state import ModelState, alias
-from paddle_recompute.replay import RngState
 
 STEPS = (1, 10, 100, 1000)
 """A Program is compared in these of its steps."""
@@ -144,12 +144,13 @@ def isolated(
         dtype: As for `moved`.
     """
     start = values or {
-        f"{prefix}{name}": one
+        f"{prefix}{name}": parameter
         for prefix, state in states.items()
-        for name, one in state.trained.items()
+        for name, parameter in state.trained.items()
     }
     leaves = {
-        name: moved(one, moved_by, dtype) if moved_by else alias(one) for name, one in start.items()
+        name: moved(tensor, moved_by, dtype) if moved_by else alias(tensor)
+        for name, tensor in start.items()
     }
     with contextlib.ExitStack() as stack:
         for prefix, state in states.items():
@@ -220,7 +221,7 @@ def _precision(dtype: str | None = None) -> Precision:
 
 def _coarsest(model: paddle.nn.Layer, dtype: str | None) -> Precision:
     """The coarsest of `_precision` and the dtypes of the parameters of `model`."""
-    kinds = {_nested.dtype_name(one.dtype) for one in model.parameters()}
+    kinds = {_nested.dtype_name(parameter.dtype) for parameter in model.parameters()}
     return max([_precision(dtype), *map(Precision.of, kinds)], key=lambda one: one.last_bit)
 
 

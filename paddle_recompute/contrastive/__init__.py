@@ -7,10 +7,11 @@ gradient of all vectors, and encodes each chunk again with a graph (`_chunked_en
 """
 
 from paddle_recompute.contrastive._chunks import num_rows_of
+from paddle_recompute.contrastive._false_negatives import text_ids
 from paddle_recompute.contrastive._own_backward import OwnBackward
 from paddle_recompute.contrastive.gather import agree_on_rows, all_gather_with_grad, gather_rows
 from paddle_recompute.contrastive.grad_cache import GradCache
-from paddle_recompute.contrastive.loss import ContrastiveLoss, text_ids
+from paddle_recompute.contrastive.loss import ContrastiveLoss
 
 __all__ = [
     "ContrastiveLoss",

@@ -54,3 +54,8 @@ class LossOptions:
     weight: float = 1.0
     normalize: bool = False
     sum_positives: bool = False
+
+
+def own_rows(tensor: paddle.Tensor, own: slice | None) -> paddle.Tensor:
+    """The rows of this rank; all of them where `own` is None."""
+    return tensor if own is None else tensor[own]

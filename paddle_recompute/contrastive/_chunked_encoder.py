@@ -18,6 +18,7 @@ import paddle
 from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.backward import backward_from, set_gradients
+from paddle_recompute.captured_state import Call, Stamp, is_written_since, stamp, watch_writes
 from paddle_recompute.contrastive._chunks import (
     Chunk,
     cut_axes,
@@ -33,7 +34,6 @@ from paddle_recompute.contrastive._recomputation_check import (
     nan_unless,
 )
 from paddle_recompute.errors import DataError, RecomputeError
-from paddle_recompute.replay import Call, Stamp, is_written_since, stamp, watch_writes
 
 _CONSTANTS = (type(None), bool, int, float, str)
 _FLOATING = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
@@ -273,12 +273,12 @@ class ChunkedEncoder:
         """All rows of each output, in the order of the chunks."""
         heads = []
         with paddle.no_grad():
-            for place, path in enumerate(self._paths):
-                pieces = [part[place] for part in parts]
+            for index, path in enumerate(self._paths):
+                pieces = [part[index] for part in parts]
                 what = f"what {self._what} returns as {path}"
-                self._cut[place], length = cut_axes(pieces, self._chunks, what)
+                self._cut[index], length = cut_axes(pieces, self._chunks, what)
                 heads.append(
-                    paddle.concat([padded(one, self._cut[place], length) for one in pieces])
+                    paddle.concat([padded(piece, self._cut[index], length) for piece in pieces])
                 )
         return heads
 

@@ -202,7 +202,7 @@ def cut_axes(
         if list(sizes) == columns and None not in sizes:
             axes.append(axis)
         elif len(set(sizes)) > 1:
-            first = next(place for place, size in enumerate(sizes) if size != sizes[0])
+            first = next(index for index, size in enumerate(sizes) if size != sizes[0])
             raise DataError(
                 f"{what} has shape {[parts[0].shape[0], *shapes[0]]} for one chunk and "
                 f"{[parts[first].shape[0], *shapes[first]]} for another; chunks can be put "

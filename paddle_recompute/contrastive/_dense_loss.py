@@ -10,33 +10,38 @@ import math
 
 import paddle
 
-from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
+from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale, own_rows
+from paddle_recompute.contrastive._false_negatives import (
+    equal_ids,
+    equal_negatives,
+    equal_pairs,
+)
 
 
 def whole_loss(batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> paddle.Tensor:
     """The loss of this rank's pairs, a scalar; inner products are multiplied by `scale`."""
-    query, positive = _rows(batch.queries, batch.own_queries), batch.positives
-    own_positive = _rows(positive, batch.own_positives)
+    query, positive = own_rows(batch.queries, batch.own_queries), batch.positives
+    own_positive = own_rows(positive, batch.own_positives)
     query = query * scale
     own = (query * own_positive).sum(axis=1)
     if batch.negatives is not None and len(batch.negatives.shape) == 3:
-        excluded = _equal_negatives(batch)
+        excluded = equal_negatives(batch)
         excluded = None if excluded is None else excluded.unsqueeze(1)
         given = _competing(query.unsqueeze(1), batch.negatives, excluded).squeeze(1)
         return _mean_info_nce(own, given, options.label_smoothing)
-    scores = _competing(query, positive, _equal_pairs(batch, batch.own_positives))
+    scores = _competing(query, positive, equal_pairs(batch, batch.own_positives))
     searches = [scores]
     if options.symmetric and batch.own_positives is None:
         searches.append(scores.t())
     elif options.symmetric:
-        equal = _equal_pairs(batch, batch.own_queries)
+        equal = equal_pairs(batch, batch.own_queries)
         searches.append(_competing(own_positive * scale, batch.queries, equal))
     if batch.negatives is not None:
-        more = _competing(query, batch.negatives, _equal_negatives(batch))
+        more = _competing(query, batch.negatives, equal_negatives(batch))
         searches[0] = paddle.concat([scores, more], axis=1)
     found = [own, own]
     if options.sum_positives:
-        same = _equal(batch.query_ids, batch.own_positives)
+        same = equal_ids(batch.query_ids, batch.own_positives)
         found[0] = paddle.logsumexp(_competing(query, positive, paddle.logical_not(same)), axis=1)
     losses = [
         _mean_info_nce(own, scores, options.label_smoothing)
@@ -58,35 +63,6 @@ def _competing(
     added = paddle.masked_fill(nothing, excluded, -math.inf)
     del nothing
     return paddle.matmul(rows, candidates, transpose_y=True) + added
-
-
-def _equal_pairs(batch: ContrastiveBatch, own: slice | None) -> paddle.Tensor:
-    """[own pairs, pairs], bool: true for a pair's own positive and for equal texts."""
-    ids, of_queries = batch.positive_ids, batch.query_ids
-    if ids is not None and of_queries is not None:
-        return paddle.logical_or(_equal(ids, own), _equal(of_queries, own))
-    if of_queries is not None:
-        return _equal(of_queries, own)
-    if ids is None:
-        # Counted, because a Program may not know the shape.
-        ids = paddle.cumsum(paddle.ones_like(batch.positives[:, 0], dtype="int64")) - 1
-    return _equal(ids, own)
-
-
-def _equal(ids: paddle.Tensor, own: slice | None) -> paddle.Tensor:
-    return paddle.equal(_rows(ids, own).unsqueeze(1), ids.unsqueeze(0))
-
-
-def _equal_negatives(batch: ContrastiveBatch) -> paddle.Tensor | None:
-    ids = batch.negative_ids
-    if batch.positive_ids is None or ids is None:
-        return None
-    own = _rows(batch.positive_ids, batch.own_positives)
-    return paddle.equal(own.unsqueeze(1), ids if len(ids.shape) == 2 else ids.unsqueeze(0))
-
-
-def _rows(tensor: paddle.Tensor, own: slice | None) -> paddle.Tensor:
-    return tensor if own is None else tensor[own]
 
 
 def _mean_info_nce(

@@ -42,7 +42,7 @@ def gather_in_program(tensors: dict[str, Variable]) -> dict[str, Variable]:
 
     def placed(rows: Variable) -> Variable:
         nothing = paddle.zeros_like(rows)
-        return paddle.concat([rows if one == rank else nothing for one in range(num_ranks)])
+        return paddle.concat([rows if other == rank else nothing for other in range(num_ranks)])
 
     own = placed(mine.detach())
     others = (ranks.sum_over_ranks(own) - own).detach()
@@ -52,8 +52,8 @@ def gather_in_program(tensors: dict[str, Variable]) -> dict[str, Variable]:
         placed(boosted) + others, [part.shape[1] for part in parts.values()], axis=1
     )
     return {
-        name: _from_columns(one, tensor)
-        for (name, tensor), one in zip(tensors.items(), columns, strict=True)
+        name: _from_columns(width, tensor)
+        for (name, tensor), width in zip(tensors.items(), columns, strict=True)
     }
 
 
@@ -66,7 +66,7 @@ def _as_columns(tensor: Variable) -> Variable:
     high = paddle.floor_divide(flat, part)
     highest = paddle.floor_divide(high, part)
     parts = [highest, high - highest * part, flat - high * part]
-    return paddle.concat([one.astype("float64") for one in parts], axis=1)
+    return paddle.concat([column.astype("float64") for column in parts], axis=1)
 
 
 def _from_columns(columns: Variable, like: Variable) -> Variable:
@@ -75,7 +75,8 @@ def _from_columns(columns: Variable, like: Variable) -> Variable:
     if like.dtype != paddle.int64:
         return columns.astype(like.dtype).reshape(shape)
     highest, high, low = (
-        one.astype("int64") for one in paddle.split(columns, [math.prod(shape[1:])] * 3, axis=1)
+        column.astype("int64")
+        for column in paddle.split(columns, [math.prod(shape[1:])] * 3, axis=1)
     )
     part = paddle.full([1], _PART, "int64")
     return ((highest * part + high) * part + low).reshape(shape)

@@ -8,8 +8,8 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
+from paddle_recompute.captured_state import Call, RngSnapshot
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
-from paddle_recompute.replay import Call, RngReplay
 
 
 class OwnBackward(ABC):
@@ -55,7 +55,7 @@ class ChunksWithOwnBackward(ChunkedEncoder):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._states: list[tuple[RngReplay, AmpState, Any]] = []
+        self._states: list[tuple[RngSnapshot, AmpState, Any]] = []
 
     def backward(self, number: int) -> None:
         self._recomputation_check.compare_if_due()
@@ -75,7 +75,7 @@ class ChunksWithOwnBackward(ChunkedEncoder):
 
     def _first(self, number: int, last: Call | None) -> Any:
         """Its Layers, if it has any, are not in dygraph: no `Call` watches them."""
-        draws = RngReplay(uses_host_rng=True)
+        draws = RngSnapshot(uses_host_rng=True)
         try:
             self._states.append((draws, amp_state(), self.encoder.state()))
             return self._plain(number)

@@ -21,7 +21,7 @@ def checked_dims(dims: Sequence[int], *, normalize: bool) -> tuple[int, ...]:
         ConfigError: They are not different whole numbers above 0, or the vectors are not scaled.
     """
     found = tuple(dims)
-    if any(type(one) is not int or one < 1 for one in found) or len({*found}) < max(1, len(found)):
+    if any(type(dim) is not int or dim < 1 for dim in found) or len({*found}) < max(1, len(found)):
         raise ConfigError(
             f"matryoshka_dims: received {dims!r}; allowed are different whole numbers of at least 1"
         )

@@ -130,7 +130,7 @@ def _are_equal(then: paddle.Tensor, now: paddle.Tensor) -> paddle.Tensor:
     if now.dtype in _HALF:
         then, now = then.astype("float32"), now.astype("float32")
     if now.ndim != 2:
-        then, now = (one.reshape([len(now), -1]) for one in (then, now))
+        then, now = (rows.reshape([len(now), -1]) for rows in (then, now))
     largest = then.abs().max(axis=1, keepdim=True).clip(max=_HUGE)
     # Of two numbers fmax takes the one that is not NaN; 0 / 0 would be NaN, too.
     largest = paddle.fmax(largest, paddle.full([1], _TINY, largest.dtype))

@@ -195,8 +195,10 @@ def lengths_of(texts: Texts, given: Any, num_rows: int, name: str) -> NDArray[np
         with paddle.no_grad(), amp_off():
             # One copy to the host for all of them.
             found.extend(paddle.stack([_of_tensor(leaf) for leaf in tensors]).numpy())
-    for leaf, one in zip(sorted(read, key=lambda leaf: is_tensor(leaf.values)), found, strict=True):
-        if one[-1]:
+    for leaf, bounds in zip(
+        sorted(read, key=lambda leaf: is_tensor(leaf.values)), found, strict=True
+    ):
+        if bounds[-1]:
             raise DataError(
                 f"chunk_tokens: {name}{leaf.path} is not a mask of 1 for tokens and 0 for padding: "
                 "it has negative values, or only 0, like a mask that is added to scores. Give a "

@@ -31,11 +31,11 @@ import paddle
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
+from paddle_recompute.contrastive._false_negatives import NEGATIVES, POSITIVES, QUERIES, TileMask
 from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
 from paddle_recompute.contrastive._vector_blocks import Block, BlocksInProgram, VectorBlocks
 from paddle_recompute.errors import ConfigError, StaticGraphError
 
-QUERIES, POSITIVES, NEGATIVES = 0, 1, 2
 ROWS, COLUMNS = 1, 0
 """The axis of a tile to sum over if its rows, or its columns, search."""
 
@@ -52,7 +52,7 @@ def streamed_loss(
     tensors = [batch.queries, batch.positives]
     if batch.negatives is not None:
         tensors.append(batch.negatives)
-    if not is_dygraph() and any(one.shape[0] < 0 for one in tensors):
+    if not is_dygraph() and any(tensor.shape[0] < 0 for tensor in tensors):
         raise StaticGraphError(
             f"tile={tile}: in a Program the tiles are counted while it is built, and the number of "
             "pairs is not known then (-1); give it in input_spec, or set tile=None"
@@ -63,7 +63,7 @@ def streamed_loss(
         tensors.append(scale)
     if not is_dygraph():
         return _in_program(plan, fixed, tensors)
-    needed = [paddle.is_grad_enabled() and not one.stop_gradient for one in tensors]
+    needed = [paddle.is_grad_enabled() and not tensor.stop_gradient for tensor in tensors]
     loss = _Streamed.apply(plan, fixed, needed, *tensors)
     SingleBackwardGuard(
         ConfigError,
@@ -81,14 +81,16 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
         with amp_off():
             loss, gradients = _loss_and_gradients(plan, tensors, scale, needed)
         ctx.needed = needed
-        ctx.save_for_backward(*[one for one in gradients if one is not None])
+        ctx.save_for_backward(*[gradient for gradient in gradients if gradient is not None])
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         found = iter(ctx.saved_tensor())
         with amp_off():
-            return tuple(next(found).multiply_(upstream) if one else None for one in ctx.needed)
+            return tuple(
+                next(found).multiply_(upstream) if is_needed else None for is_needed in ctx.needed
+            )
 
 
 def _in_program(plan: _Plan, scale: float | None, tensors: Sequence[paddle.Tensor]) -> Any:
@@ -98,15 +100,15 @@ def _in_program(plan: _Plan, scale: float | None, tensors: Sequence[paddle.Tenso
     gradient as its derivative.
     """
     # Copies: what is detached in a Program (3.3) shares memory that may be overwritten.
-    values = [paddle.assign(one).detach() for one in tensors]
-    needed = [not one.stop_gradient for one in tensors]
+    values = [paddle.assign(tensor).detach() for tensor in tensors]
+    needed = [not tensor.stop_gradient for tensor in tensors]
     loss, gradients = _loss_and_gradients(plan, values, scale, needed)
     if not any(needed):
         return loss
     carrier = paddle.add_n(
         [
-            (one * gradient.detach()).sum()
-            for one, gradient in zip(tensors, gradients, strict=True)
+            (tensor * gradient.detach()).sum()
+            for tensor, gradient in zip(tensors, gradients, strict=True)
             if gradient is not None
         ]
     )
@@ -139,9 +141,10 @@ class _Plan:
 
     def __init__(self, batch: ContrastiveBatch, options: LossOptions, tile: int) -> None:
         self.options, self.tile = options, tile
-        self._ids = [(batch.positive_ids, batch.negative_ids), (batch.query_ids, None)]
         self._own_queries = batch.own_queries or slice(0, batch.queries.shape[0])
         self._own_positives = batch.own_positives or slice(0, batch.positives.shape[0])
+        # If the queries are this rank's alone, they are counted from its first one.
+        self._mask = TileMask(batch, self._own_positives.start - self._own_queries.start)
         self.own = list(
             zip(_blocks(self._own_queries, tile), _blocks(self._own_positives, tile), strict=True)
         )
@@ -183,25 +186,10 @@ class _Plan:
         blocks: tuple[Block, Block],
         searches: list[tuple[int, int, int]],
     ) -> _Tile:
-        excluded = None
-        for ids in self._ids:
-            rows, columns = (self._ids_of(ids, *one) for one in zip(sides, blocks, strict=True))
-            if rows is not None and columns is not None:
-                equal = paddle.equal(rows.unsqueeze(1), columns.unsqueeze(0))
-                excluded = equal if excluded is None else paddle.logical_or(excluded, equal)
+        excluded = self._mask.of(sides, blocks)
         if excluded is None and blocks in self.own and sides == (QUERIES, POSITIVES):
             excluded = paddle.eye(blocks[0][1] - blocks[0][0]).astype("bool")
         return _Tile(sides, blocks, searches, excluded)
-
-    def _ids_of(self, ids: tuple[Any, Any], side: int, block: Block) -> paddle.Tensor | None:
-        positive_ids, negative_ids = ids
-        if side == NEGATIVES:
-            return None if negative_ids is None else negative_ids[slice(*block)]
-        if positive_ids is None:
-            return None
-        # If the queries are this rank's alone, they are counted from its first one.
-        shift = self._own_positives.start - self._own_queries.start if side == QUERIES else 0
-        return positive_ids[block[0] + shift : block[1] + shift]
 
 
 class _Search:
@@ -269,8 +257,8 @@ def _loss_and_gradients(
     scale: Any = tensors[-1] if given_scale is None else given_scale
     kind = VectorBlocks if is_dygraph() else BlocksInProgram
     sides = [
-        kind(one, normalize=plan.options.normalize, with_gradient=wanted)
-        for one, wanted in zip(vectors, needed, strict=False)
+        kind(rows, normalize=plan.options.normalize, with_gradient=wanted)
+        for rows, wanted in zip(vectors, needed, strict=False)
     ]
     own = [
         (sides[QUERIES].rows(rows) * scale * sides[POSITIVES].rows(columns)).sum(1)
@@ -284,7 +272,7 @@ def _loss_and_gradients(
     if not any(needed):
         return loss, [None] * len(tensors)
     by_scale = paddle.zeros_like(loss)
-    totals = [paddle.zeros_like(one) for one in own]
+    totals = [paddle.zeros_like(scores) for scores in own]
     for tile in _scored(plan, sides, scale):
         weights = None
         for side, k, axis in tile.searches:

@@ -11,6 +11,7 @@ import paddle
 from paddle_recompute._paddle.amp import amp_off, global_amp_state
 from paddle_recompute._paddle.gradients import has_unwatched_hooks, watch_hooks
 from paddle_recompute._paddle.version import is_dygraph
+from paddle_recompute.captured_state import layers_of
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
 from paddle_recompute.contrastive._own_backward import ChunksWithOwnBackward, OwnBackward
@@ -20,14 +21,13 @@ from paddle_recompute.contrastive._texts import LengthOf, has_texts
 from paddle_recompute.distributed import is_distributed
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.replay import layers_of
 
 # Before any hook on a parameter is registered: later hooks can then wait for the sum.
 watch_hooks()
 
 Encoder = Callable[..., Any]
 CHECK_EVERY = 64
-"""Calls of `GradCache.backward` of which one waits for the device, to check the second forwards."""
+"""One of so many calls of `GradCache.backward` waits for the device to check the recomputation."""
 _NAMES = ("query", "positive")
 
 
@@ -47,15 +47,15 @@ class GradCache:
         >>> optimizer.step()
         >>> optimizer.clear_grad()
 
-    A contrastive loss needs the embeddings of the whole batch at once, but the encoder's
-    activations of one chunk at a time. So: (1) every chunk is encoded without a graph; (2) the
+    A contrastive loss needs the embeddings of the whole batch at once, but the activations of one
+    chunk at a time. So: (1) every chunk is encoded without a graph; (2) the
     loss L is computed on all embeddings E, and its backward leaves ``dL/dE``, the cache; (3) every
     chunk c is encoded again, with a graph, and its rows of the cache are propagated into the
     parameters. By the chain rule the sum over the chunks is the gradient of the whole batch:
 
         dL/dparameters = sum over c of  dL/dE[c] * dE[c]/dparameters
 
-    The second forward repeats the first: dropout masks, AMP state, flags and buffers are replayed.
+    The second forward repeats the first: random state, AMP state, flags and buffers are restored.
 
     Cost: one extra forward; memory for the activations of one chunk, the embeddings and their
     gradients ``[batch, dim]``, and what the loss needs (`ContrastiveLoss` with ``tile`` needs no
@@ -63,9 +63,9 @@ class GradCache:
     generator; less on a GPU) until its second forward, and 31 kB more if the encoder draws from
     NumPy's or Python's streams. If the whole batch fits, a plain step is faster.
 
-    Exactness: the gradients are bit by bit those of a plain step whose loss is over the same
-    chunks, ``loss(concat(encoder(chunk) for each chunk)).backward()``, dropout included. The order
-    of a sum, and so its last bit, may differ in three cases: a parameter is used more than once in
+    Exactness: the gradients are bitwise identical to those of a plain step over the same chunks,
+    ``loss(concat(encoder(chunk) for each chunk)).backward()``, dropout included. The order of a
+    sum, and so its last bit, may differ in three cases: a parameter is used more than once in
     a call of its encoder; two encoders share some parameters but not all; ``.grad`` held a gradient
     before. Compared with one call of the encoder on the whole batch, gradients differ by rounding,
     and dropout draws other masks.
@@ -78,15 +78,15 @@ class GradCache:
 
     Hooks on parameters (``parameter.register_hook``) run once per call of `backward`, on the sum
     over all chunks and both sides, as in a plain step. If `sync` sends gradients during the
-    backward, those of such parameters are sent last. Hooks on tensors inside the encoder run once
-    per chunk.
+    backward, it sends those of parameters with hooks last. Hooks on tensors inside the encoder run
+    once per chunk.
 
     Effects of the encoder in Python (counters, hooks, logging) happen twice per chunk;
-    ``is_recomputing()`` is true the second time. Every row of the second forward is compared with
-    the first. Where they differ, the gradient of the encoder's last chunk, and so the sum, becomes
-    NaN in this call, on the device. The error comes in the first call, in every 64th, and in
-    `check_repetition`, because the host has to wait for the device to know. `TrainStep` leaves out
-    the update of such a step.
+    ``is_recomputing()`` is true the second time. The device compares each row of the second forward
+    with the first. If they differ, it sets the gradient of the encoder's last chunk, and so the
+    sum, to NaN in this call. The host raises in the first call, in every 64th and in
+    `check_repetition`, because it must wait for the device to learn of it. `TrainStep` skips the
+    update of such a step.
 
     Args:
         encoders: One encoder for both sides (tied), or a pair: (for queries, for positives). Each
@@ -98,33 +98,31 @@ class GradCache:
             learnable temperature, get their gradients too. Normalise the embeddings here or in
             the encoder.
         chunk_size: Rows of a chunk; together with `chunk_tokens`, rows of a chunk of an input that
-            has no tokens. Without `chunk_size` and `chunk_tokens` each input is one
-            chunk, which is encoded once, with its graph: there is no extra forward, and the
-            encoders' backwards run one after the other. In a plain ``loss.backward()`` Paddle's
-            engine alternates between the encoders' operators, so it holds a recomputed block of
-            each at the same time.
+            has no tokens. Without `chunk_size` and `chunk_tokens` each input is one chunk, which is
+            encoded once, with its graph, so there is no extra forward. The encoders' backwards run
+            one after the other; in a plain ``loss.backward()`` Paddle's engine alternates between
+            the encoders' operators, so it holds a recomputed block of each at the same time.
         chunk_tokens: Instead of `chunk_size`: the most tokens of a chunk, padding included.
             Rows are sorted by length, and integer or boolean tensors ``[batch, length]`` (ids,
             masks, token types), floating-point ones if "mask" is in their name, are cut to the
-            longest row of the chunk, and so are masks of more axes, ``[batch, 1, 1, length]``. So
-            little is computed for padding, which can pay for the second forward. The encoder must
-            not depend on trailing padding. It should return nothing but a vector per row: hidden
-            states ``[batch, length, dim]`` are put together too, with zeros behind the short rows,
-            but all of them, and their gradient if the loss uses them, stay in memory. Costs one
-            copy of the inputs' lengths to the host per step. An input without such tensors, as the
-            images of CLIP, is cut into as many chunks as the texts; `chunk_size` gives it another
-            number of rows per chunk.
+            longest row of the chunk, and so are masks of more axes, ``[batch, 1, 1, length]``. Less
+            padding is computed, which can save the time of the second forward. The encoder must not
+            depend on trailing padding. It should return one vector per row. Hidden states
+            ``[batch, length, dim]`` are concatenated too, padded with zeros, but all of them, and
+            their gradient if the loss uses them, stay in memory. Costs one copy of the inputs'
+            lengths to the host per step. An input without such tensors, as the images of CLIP, is
+            cut into as many chunks as the texts; `chunk_size` sets its rows per chunk instead.
         sync: Synchronizes the gradients of all ranks, once per step, while the backward of the last
             chunk runs. It must cover all trained parameters of the encoders and the loss. None:
             gradients are not synchronized.
         length_of: With `chunk_tokens`: ``length_of(input)`` returns the number of tokens of each
-            row, ``[batch]``, without trailing padding. None: 0 is padding, in the first of these
-            that exists: attention_mask, input_mask, mask, input_ids, token_ids, ids, tokens. Beside
-            it token_type_ids, segment_ids, task_type_ids, position_ids, special_tokens_mask and
-            global_attention_mask are cut in the same way; a tensor of the same width with any other
-            name is cut only where it is 0, too. If none of these names exists, as in a tuple, all
-            tensors are read, and a column is padding if all are 0 there; they must have the same
-            width. The order of keys does not matter.
+            row, ``[batch]``, without trailing padding. None: lengths are read from the first of
+            these that exists, in which 0 is padding: attention_mask, input_mask, mask, input_ids,
+            token_ids, ids, tokens. token_type_ids, segment_ids, task_type_ids, position_ids,
+            special_tokens_mask and global_attention_mask are cut to the same length; a tensor of
+            the same width with any other name is cut only where it is 0, too. If none of these
+            names exists, as in a tuple, all tensors are read: a column is padding if all are 0
+            there, and they must have the same width. The order of keys does not matter.
 
     Raises:
         ConfigError: `chunk_size` or `chunk_tokens` is less than 1;
@@ -134,7 +132,7 @@ class GradCache:
 
     References:
         Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory
-        Limited Setup", arXiv:2101.06983, section 3.2. The random streams are replayed as in the
+        Limited Setup", arXiv:2101.06983, section 3.2. The RNG state is restored as in the
         authors' code; chunks by length, buffers and the overlapped synchronization are ours.
     """
 
@@ -151,12 +149,12 @@ class GradCache:
         _check_sizes(chunk_size, chunk_tokens, length_of)
         self._encoders = _pair(encoders)
         self.loss = loss
-        """The loss; it is called with the embeddings of all rows."""
+        """The loss, a function of the embeddings of all rows."""
         self._chunk_size = chunk_size
         self._chunk_tokens = chunk_tokens
         self._length_of = length_of
         self.sync = sync
-        """Synchronizes the gradients, unless `backward` is given another one."""
+        """Synchronizes the gradients, unless `backward` receives another `GradientSync`."""
         self._parallel = [e for e in self._encoders if isinstance(e, paddle.DataParallel)]
         if self._parallel and sync is None and is_distributed():
             raise ConfigError(
@@ -200,7 +198,7 @@ class GradCache:
             *negatives: More inputs of the second encoder, with any number of rows; `loss` gets
                 their embeddings after the first two. For n hard negatives per query give
                 ``[batch * n, ...]``, and let `loss` reshape it to ``[batch, n, dim]``.
-            last: Whether this is the last call before the optimizer's step: the one that
+            last: Whether this is the last call before the optimizer's step; that call
                 synchronizes. Without `sync` it has no effect.
             loss_scale: What the loss is multiplied by before its backward: ``1 / K`` for the mean
                 of K accumulated calls, the scale of a `paddle.amp.GradScaler`
@@ -218,12 +216,13 @@ class GradCache:
                 encoder's output does not have one row per row; or the ranks have different numbers
                 of chunks under ``offload="ranks"``.
             ConfigError: The loss is not a scalar, or does not depend on a trained parameter; it is
-                not clear which tensor `chunk_tokens` must cut, no input has tokens, or all have and
-                `chunk_size` was given, too; the encoder was decorated with ``master_grad=True``; or
-                the call is under ``paddle.no_grad`` or while a static graph is built.
-            RecomputeError: The second forward of a chunk returned other values than the first (by
-                5 % of the largest number of a row), in this call, or in one of those since the last
-                check; see `check_repetition`.
+                not clear which tensor `chunk_tokens` must cut; no input has tokens; all inputs have
+                tokens and `chunk_size` was given, too; the encoder was decorated with
+                ``master_grad=True``; or the call is under ``paddle.no_grad`` or while a static
+                graph is built.
+            RecomputeError: The second forward of a chunk differs from the first (by 5 % of the
+                largest number of a row), in this call or in a call since the last check; see
+                `check_repetition`.
             SyncError: See `GradientSync.last_backward`.
         """
         _check_mode()
@@ -243,12 +242,12 @@ class GradCache:
                 with amp_off():
                     for encoder, chunk in earlier:
                         encoder.backward(chunk)
-                    if self._is_checked:  # before other ranks wait for this one
-                        self._note_repetition(in_order)
+                    if self._is_checked:  # raise before other ranks wait for this one
+                        self._note_recomputation(in_order)
             with self._synchronizing(sync, now=last), amp_off():
                 for encoder, chunk in final:
                     encoder.backward(chunk)
-                self._note_repetition(in_order)
+                self._note_recomputation(in_order)
                 run_hooks()
         self._num_calls += 1
         return loss
@@ -270,17 +269,18 @@ class GradCache:
         return self.loss(*embeddings, **(loss_arguments or {}))
 
     def check_repetition(self) -> None:
-        """Check that the second forwards returned what the first ones did; waits for the device.
+        """Check that the second forwards returned the values of the first ones; waits for the
+        device.
 
-        `backward` does this in its first call, and then in one of 64.
+        `backward` calls it in its first call, and then in one of 64.
 
         Raises:
-            RecomputeError: One returned other numbers; the gradients of its call are NaN.
+            RecomputeError: A second forward differs; the gradients of its call are NaN.
         """
         repeated, self._repeated = self._repeated, []
         check_repetition(repeated)
 
-    def _note_repetition(self, encoders: list[ChunkedEncoder]) -> None:
+    def _note_recomputation(self, encoders: list[ChunkedEncoder]) -> None:
         for encoder in encoders:
             if (is_repeated := encoder.is_repeated()) is not None:
                 self._repeated.append((encoder.name, is_repeated))
@@ -293,7 +293,7 @@ class GradCache:
         return self._num_calls % CHECK_EVERY == 0
 
     def _chunked_encoders(self, inputs: tuple[Any, ...]) -> list[ChunkedEncoder]:
-        names = [*_NAMES, *(f"negatives[{place}]" for place in range(len(inputs) - 2))]
+        names = [*_NAMES, *(f"negatives[{number}]" for number in range(len(inputs) - 2))]
         rows = [num_rows_of(batch, name) for batch, name in zip(inputs, names, strict=True)]
         if rows[0] != rows[1]:
             raise DataError(
@@ -302,8 +302,8 @@ class GradCache:
             )
         found = []
         cut = self._cut(inputs, rows, names)
-        for place, (batch, name, chunks) in enumerate(zip(inputs, names, cut, strict=True)):
-            encoder = self._encoders[min(place, 1)]
+        for number, (batch, name, chunks) in enumerate(zip(inputs, names, cut, strict=True)):
+            encoder = self._encoders[min(number, 1)]
             own = isinstance(encoder, OwnBackward)
             keeps = not own and self._chunk_size is None and self._chunk_tokens is None
             kind = ChunksWithOwnBackward if own else ChunkedEncoder
@@ -313,7 +313,7 @@ class GradCache:
     def _cut(self, inputs: tuple[Any, ...], rows: list[int], names: list[str]) -> list[list[Chunk]]:
         """The chunks of each input."""
         if self._chunk_tokens is None:
-            return [by_rows(one, self._chunk_size or one) for one in rows]
+            return [by_rows(num_rows, self._chunk_size or num_rows) for num_rows in rows]
         are_texts = [has_texts(batch) for batch in inputs]
         if self._chunk_size is not None and all(are_texts):
             raise ConfigError(
@@ -323,14 +323,14 @@ class GradCache:
             )
         cut = [
             by_length(batch, self._chunk_tokens, self._length_of, num_rows, name)
-            if is_text or not any(are_texts)  # which says that there are no tokens
+            if is_text or not any(are_texts)  # `by_length` raises: no input has tokens
             else []
             for batch, num_rows, name, is_text in zip(inputs, rows, names, are_texts, strict=True)
         ]
         most = max(map(len, cut))
         return [
-            chunks or by_rows(one, self._chunk_size or -(-one // most))
-            for chunks, one in zip(cut, rows, strict=True)
+            chunks or by_rows(num_rows, self._chunk_size or -(-num_rows // most))
+            for chunks, num_rows in zip(cut, rows, strict=True)
         ]
 
     def _backward_of_loss(
@@ -342,8 +342,8 @@ class GradCache:
         """Run the first forwards, the loss, and the loss's backward to the embeddings.
 
         Returns:
-            The loss, and the encoders in the order in which the backward reached them: the order in
-            which a plain step would continue into them and sum their shared gradients.
+            The loss, and the encoders in the order in which its backward reached their embeddings.
+            A plain step runs their backwards, and sums shared gradients, in this order.
         """
         reached: list[ChunkedEncoder] = []
         embeddings = [
@@ -378,7 +378,7 @@ class GradCache:
 
     @contextlib.contextmanager
     def _synchronizing(self, sync: GradientSync | None, now: bool) -> Iterator[None]:
-        """Inside, `sync` sends the gradients of a backward if `now`, and DataParallel none."""
+        """Inside, `sync` synchronizes if `now`; ``paddle.DataParallel`` does not."""
         with contextlib.ExitStack() as stack:
             if sync is not None:
                 stack.enter_context(sync.last_backward() if now else sync.no_sync())
@@ -387,18 +387,18 @@ class GradCache:
             yield
 
 
-Replays = list[tuple[ChunkedEncoder, int]]
-"""Encoders, each with a chunk number."""
+SecondForwards = list[tuple[ChunkedEncoder, int]]
+"""Encoders, each with the number of a chunk."""
 
 
-def _schedule(encoders: list[ChunkedEncoder]) -> tuple[Replays, Replays]:
+def _schedule(encoders: list[ChunkedEncoder]) -> tuple[SecondForwards, SecondForwards]:
     """The second forwards in order: before the synchronization, and while it runs.
 
-    The last chunk of every encoder is in the second part, so each trained parameter gets its last
-    gradient there, equally often in every step, whatever the number of chunks.
+    The second part has the last chunk of every encoder. So each trained parameter gets its last
+    gradient there, and equally often in every step, whatever the number of chunks.
     """
     tasks = [(chunked, chunk) for chunked in encoders for chunk in range(chunked.num_chunks)]
-    final: Replays = []
+    final: SecondForwards = []
     for chunked, chunk in reversed(tasks):
         if all(chunked.encoder != other.encoder for other, _ in final):
             final.insert(0, (chunked, chunk))

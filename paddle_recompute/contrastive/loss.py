@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._nested import dtype_name
-from paddle_recompute._paddle import device
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute._paddle.backward import watch_backward
 from paddle_recompute._paddle.static import native
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._dense_loss import whole_loss
+from paddle_recompute.contrastive._false_negatives import check_ids
 from paddle_recompute.contrastive._gather_static import gather_in_program
 from paddle_recompute.contrastive._prefixes import checked_dims, prefixes
 from paddle_recompute.contrastive._step import at_end_of_step
@@ -245,7 +243,9 @@ class ContrastiveLoss(paddle.nn.Layer):
         if hard_negatives is not None and len(hard_negatives.shape) == 2 and is_dygraph():
             hard_negatives = _by_query(hard_negatives, query)
         _check_shapes(query, positive, hard_negatives)
-        _check_dtypes([one for one in (query, positive, hard_negatives) if one is not None])
+        _check_dtypes(
+            [vector for vector in (query, positive, hard_negatives) if vector is not None]
+        )
         given = {
             "queries": query,
             "positives": positive,
@@ -254,7 +254,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             "negative_ids": negative_ids,
             "query_ids": query_ids,
         }
-        tensors = {name: one for name, one in given.items() if one is not None}
+        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
         self._check_ids(tensors)
         if self.group is not None and not is_dygraph():
             raise StaticGraphError(
@@ -274,7 +274,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             if self.matryoshka_dims is None:
                 return self._of(batch, scale, options)
             every = prefixes(batch, self.matryoshka_dims, normalize=self.tile is None)
-            losses = [self._of(one, scale, options) for one in every]
+            losses = [self._of(prefix, scale, options) for prefix in every]
             return paddle.add_n(losses) / len(losses)
 
     def _of(self, batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> paddle.Tensor:
@@ -285,8 +285,8 @@ class ContrastiveLoss(paddle.nn.Layer):
     def _batch(self, tensors: dict[str, paddle.Tensor]) -> tuple[ContrastiveBatch, float]:
         """All vectors to score, in float32 at least, and the weight of this rank's mean."""
         tensors = {
-            name: one if name.endswith("ids") else self._vectors(one)
-            for name, one in tensors.items()
+            name: tensor if name.endswith("ids") else self._vectors(tensor)
+            for name, tensor in tensors.items()
         }
         lonely = "negatives" not in tensors or self.symmetric  # has a pair without another
         num_pairs, weight, places = tensors["queries"].shape[0], 1.0, {}
@@ -362,32 +362,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             raise DataError("negatives='given' needs hard negatives; received none")
         names = ["positive", "negative"] if self.mask_false_negatives else []
         for name in [*names, *(["query"] if self.positives != "one" else [])]:
-            of, ids = tensors.get(_OF[name]), tensors.get(f"{name}_ids")
-            wanted = None if of is None else list(of.shape[:-1])
-            found = None if ids is None else list(ids.shape)
-            if found != wanted or (ids is not None and ids.dtype != paddle.int64):
-                received = "none" if ids is None else f"{ids.dtype} of shape {found}"
-                allowed = "none" if wanted is None else f"int64 of shape {wanted}"
-                raise DataError(
-                    f"{name}_ids: received {received}; with mask_false_negatives, or positives for "
-                    f"query_ids, and these vectors allowed is {allowed}"
-                )
-
-
-def text_ids(texts: Iterable[str]) -> paddle.Tensor:
-    """Ids for `ContrastiveLoss`: equal texts have equal ids, on every rank.
-
-    The ids are 64-bit hashes: the probability that any two of a million texts collide is 1 in 37
-    million.
-
-    Args:
-        texts: Compared letter by letter; normalise them first if necessary.
-
-    Returns:
-        ``[len(texts)]``, int64.
-    """
-    digests = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
-    return device.put(np.frombuffer(digests, "<i8").astype(np.int64))
+            check_ids(name, tensors.get(_OF[name]), tensors.get(f"{name}_ids"))
 
 
 def _by_query(rows: paddle.Tensor, query: paddle.Tensor) -> paddle.Tensor:

@@ -36,9 +36,15 @@ if TYPE_CHECKING:
     )
     from paddle_recompute.distributed.digest import Digests
     from paddle_recompute.distributed.gathering import gathered
-    from paddle_recompute.distributed.gloo_lane import Job, are_equal, fingerprint, lane_of
+    from paddle_recompute.distributed.gloo_lane import (
+        QueuedCollective,
+        are_equal,
+        fingerprint,
+        lane_of,
+    )
     from paddle_recompute.distributed.groups import device_group
     from paddle_recompute.distributed.numbers import reduce_numbers
+    from paddle_recompute.distributed.owners import owner_ranks, parts_of_owners
     from paddle_recompute.distributed.ranks import (
         barrier,
         broadcast_from_rank0,
@@ -52,14 +58,13 @@ if TYPE_CHECKING:
         sum_over_ranks,
         values_of_ranks,
     )
-    from paddle_recompute.distributed.sharing import shared_out
     from paddle_recompute.distributed.stop_request import StopRequest
     from paddle_recompute.distributed.waiting_collectives import watched_on_device
 
 __all__ = [
     "Digests",
-    "Job",
     "Limits",
+    "QueuedCollective",
     "Scope",
     "StopRequest",
     "agree_on_options",
@@ -87,11 +92,12 @@ __all__ = [
     "lane_of",
     "mean_of_array",
     "mean_over_ranks",
+    "owner_ranks",
+    "parts_of_owners",
     "peers",
     "reduce_numbers",
     "run_collective",
     "scope_of",
-    "shared_out",
     "stop_request",
     "sum_over_ranks",
     "values_of_ranks",
@@ -101,7 +107,7 @@ __all__ = [
 
 _WITH_PADDLE = (
     "agreement", "connection", "digest", "gathering", "gloo_lane", "groups", "numbers", "ranks",
-    "sharing", "stop_request", "waiting_collectives",
+    "owners", "stop_request", "waiting_collectives",
 )  # fmt: skip
 
 

@@ -38,14 +38,14 @@ class Exchanges:
             return
         del self._arrived[channel]
         groups: dict[str, Message] = {}
-        for one in sorted(arrived):
-            told = {"label": arrived[one]["label"], "value": arrived[one].get("value")}
-            groups.setdefault(json.dumps(told), {**told, "ranks": []})["ranks"].append(one)
+        for peer in sorted(arrived):
+            told = {"label": arrived[peer]["label"], "value": arrived[peer].get("value")}
+            groups.setdefault(json.dumps(told), {**told, "ranks": []})["ranks"].append(peer)
         listed = [*groups.values()][: said["most"] or None]
         if len(groups) == 1:
             listed[0]["ranks"] = None
-        for one in arrived:
-            self._tell(one, {"kind": "met", "channel": channel, "groups": listed})
+        for peer in arrived:
+            self._tell(peer, {"kind": "met", "channel": channel, "groups": listed})
 
 
 class Waits:
@@ -78,14 +78,14 @@ class Waits:
             self._unchanged[among] += 1
             if self._unchanged[among] != SETTLED:
                 continue
-            by_place: dict[str, list[int]] = {}
+            by_call: dict[str, list[int]] = {}
             for rank, wait in sorted(waits.items()):
-                by_place.setdefault(wait["place"], []).append(rank)
+                by_call.setdefault(wait["call"], []).append(rank)
             news: Message = {"kind": "waiting", "among": among, "ranks": sorted(waits)}
-            if len(waits) == min(wait["size"] for wait in waits.values()) and len(by_place) > 1:
+            if len(waits) == min(wait["size"] for wait in waits.values()) and len(by_call) > 1:
                 news["different_calls"] = [
                     {"label": waits[ranks[0]]["label"], "ranks": ranks}
-                    for ranks in [*by_place.values()][:_MOST_PLACES]
+                    for ranks in [*by_call.values()][:_MOST_PLACES]
                 ]
             for rank, wait in waits.items():
                 self._tell(

@@ -37,10 +37,13 @@ def differences(said: Sequence[RankValue]) -> list[str]:
     Args:
         said: Values by name; those without a name that others have are "missing" there.
     """
-    names = dict.fromkeys(name for one in said for name in one.content)
+    names = dict.fromkeys(name for rank_value in said for name in rank_value.content)
     found = []
     for name in names:
-        values = [repr(one.content[name]) if name in one.content else "missing" for one in said]
+        values = [
+            repr(rank_value.content[name]) if name in rank_value.content else "missing"
+            for rank_value in said
+        ]
         if len({*values}) > 1:
             found.append(f"{name} is {_by_rank(said, values)}")
     return found
@@ -67,14 +70,14 @@ def agree_on_parameters(
     said = peers().compare("the parameters of GradientSync", scope, described)
     if said is None:
         return
-    theirs: list[list[str]] = [one.content for one in said]
+    theirs: list[list[str]] = [rank_value.content for rank_value in said]
     compared = theirs
-    if not structured and len({tuple(sorted(one)) for one in theirs}) > 1:
-        compared = [[entry.rpartition("' ")[2] for entry in one] for one in theirs]
+    if not structured and len({tuple(sorted(entries)) for entries in theirs}) > 1:
+        compared = [[entry.rpartition("' ")[2] for entry in entries] for entries in theirs]
     for index in range(max(map(len, compared))):
-        found = {one[index] if index < len(one) else "missing" for one in compared}
+        found = {entries[index] if index < len(entries) else "missing" for entries in compared}
         if len(found) > 1:
-            shown = [one[index] if index < len(one) else "missing" for one in theirs]
+            shown = [entries[index] if index < len(entries) else "missing" for entries in theirs]
             raise SyncError(
                 "the ranks do not synchronize the same parameters: number "
                 f"{index} (from 0) is {_by_rank(said, shown)}. Build the model in the same way, "
@@ -121,15 +124,15 @@ def agree_on_start(
             f"before the first step: on rank {', '.join(map(str, ranks))} it is not what the "
             f"others have. Ranks that start from different values train different models. {remedy}"
         )
-    return len({tuple(value == "" for value in one.content) for one in said}) > 1
+    return len({tuple(value == "" for value in rank_value.content) for rank_value in said}) > 1
 
 
 def _first_unequal(said: Sequence[RankValue], scope: Scope) -> tuple[int, list[int]] | None:
-    for index in range(max((len(one.content) for one in said), default=0)):
+    for index in range(max((len(rank_value.content) for rank_value in said), default=0)):
         ranks_with: dict[object, list[int]] = {}
-        for one in said:
-            value = one.content[index] if index < len(one.content) else None
-            ranks_with.setdefault(value, []).extend(one.ranks)
+        for rank_value in said:
+            value = rank_value.content[index] if index < len(rank_value.content) else None
+            ranks_with.setdefault(value, []).extend(rank_value.ranks)
         written = ranks_with.pop("", [])
         if len(ranks_with) > 1:
             usual = max(ranks_with, key=lambda value: len(ranks_with[value]))
@@ -140,8 +143,8 @@ def _first_unequal(said: Sequence[RankValue], scope: Scope) -> tuple[int, list[i
 def _by_rank(said: Sequence[RankValue], values: Sequence[str]) -> str:
     """``a on rank 0, 1, b on rank 2``."""
     ranks_of: dict[str, list[int]] = {}
-    for one, value in zip(said, values, strict=True):
-        ranks_of.setdefault(value, []).extend(one.ranks)
+    for rank_value, value in zip(said, values, strict=True):
+        ranks_of.setdefault(value, []).extend(rank_value.ranks)
     return ", ".join(
         f"{value} on rank {', '.join(map(str, sorted(ranks)))}" for value, ranks in ranks_of.items()
     )

@@ -82,8 +82,8 @@ def join_process_group() -> None:
     def agree(attempt: int, fault: str) -> str:
         said = client.exchange(f"{_START}, attempt {attempt + 1}", scope, fault)
         return "; ".join(
-            f"rank {', '.join(map(str, one.ranks or scope.ranks))}: {one.content or 'made'}"
-            for one in said
+            f"rank {', '.join(map(str, value.ranks or scope.ranks))}: {value.content or 'made'}"
+            for value in said
             if any(other.content for other in said)
         )
 
@@ -131,11 +131,11 @@ def _connect_by_store() -> ControlClient:
 
 
 def _check_watched(client: ControlClient) -> None:
-    for one in [*all_watched]:
-        if one.is_over():
-            all_watched.discard(one)
+    for watched in [*all_watched]:
+        if watched.is_over():
+            all_watched.discard(watched)
             continue
-        error = client.failure(one.scope, one.what, time.monotonic() - one.began)
+        error = client.failure(watched.scope, watched.what, time.monotonic() - watched.began)
         if error is not None:
             client.fail(error)
 

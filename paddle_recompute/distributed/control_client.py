@@ -1,18 +1,17 @@
-"""What a rank knows about its peers, and waiting that ends when one of them will never come.
+"""The connection of a rank to its peers, and waits that end when a peer has died or failed.
 
 A `ControlClient` connects this process to the control server in rank 0 (`control_server`). A thread
-sends signs of life and records what the server says (`peer_state`). Code that waits for other ranks
-waits on a `threading.Event`, never in C++, and checks that record: `ControlClient.wait_until`.
-So a rank that waits for a dead, stopped or failed peer ends with a `PeerError` that names the peer,
-instead of hanging or of being aborted by a collective.
+sends signs of life and records what the server reports (`peer_state`). Code that waits for other
+ranks waits on a `threading.Event`, never in C++, and checks that record:
+`ControlClient.wait_until`. So a rank that waits for a dead, stopped or failed peer ends with a
+`PeerError` that names the peer, instead of hanging or of being aborted by a collective.
 
-A rank that goes on says nothing but that it lives. One that has waited for longer than a tick says
-where, so that the others learn whom they wait for, and ranks that wait at different places learn
-it.
+A rank that computes sends signs of life only. A rank that has waited for longer than a tick sends
+the label of its wait. So the other ranks can name the rank that they wait for, and ranks that wait
+at different calls are detected.
 
-The first failure ends the run, on all ranks: from then on every wait of every rank raises an error
-with that cause, and nothing begins again. How a rank says that it has failed, and how its process
-ends, is in `shutdown`.
+The first failure ends the run on all ranks: from then on every wait of every rank raises an error
+with that cause. How a rank reports its failure, and how its process ends, is in `shutdown`.
 
 Needs no Paddle: `rendezvous.connect_early` connects before Paddle is imported, `connection.peers`
 after the ranks have joined Paddle's process group.
@@ -43,12 +42,12 @@ from paddle_recompute.errors import PeerError, SyncError
 
 _POLL = 0.1
 _MOST_CONTENTS = 8  # the message of an error has room for few
-_EXPLANATION = 5.0  # seconds to find out whose fault a failed collective is
+_EXPLANATION = 5.0  # seconds to find out which rank made a collective fail
 Error = TypeVar("Error", bound=BaseException)
 
 
 class _Answer:
-    """That of the server, when all ranks have arrived."""
+    """The answer of the server to an exchange, sent when all ranks have arrived."""
 
     def __init__(self) -> None:
         self.here = threading.Event()
@@ -64,8 +63,8 @@ class ControlClient:
         host: Of rank 0.
         port: Where its control server listens.
         key: Of the run.
-        patience: Seconds to reach it.
-        server: In rank 0.
+        patience: Seconds in which the server must be reached.
+        server: The control server; None on all ranks but 0.
     """
 
     def __init__(
@@ -81,14 +80,14 @@ class ControlClient:
         self.rank = rank
         self.all_ranks = tuple(range(size))
         self.state = PeerState(rank, self.all_ranks)
-        """What this rank knows of the others, where it is, and how long it waits."""
+        """What is known of the other ranks, the phase of this one, and its limits for waits."""
         self._link = ControlLink(self.state, host, port, key, patience)
         self._failure = Failure(self.state, self._link)
         self.shutdown = Shutdown(self.state, self._link, self._failure, server)
         self.raise_in_caller: Callable[[BaseException], None] = lambda error: None
-        """Is given each error with which a wait ends."""
+        """Called with each error that ends a wait."""
         self.check_collectives: Callable[[], None] = lambda: None
-        """Is called by the thread in each tick."""
+        """Called by the thread in each tick."""
         self._answers: dict[str, _Answer] = {}
         self._waits = itertools.count(1)
         self._link.start(self._hear, self._tick)
@@ -96,25 +95,25 @@ class ControlClient:
     def exchange(
         self, label: str, scope: Scope, value: Any = None, *, lane: str = "main", most: int = 0
     ) -> list[RankValue]:
-        """Wait for all ranks of `scope`, and learn what each says.
+        """Wait for all ranks of `scope`, and return the value of each.
 
-        One message to rank 0 and one back. Not for the steps of a training: rank 0 serves all
+        Costs one message to rank 0 and one back. Do not call it in each step: rank 0 serves all
         ranks.
 
         Args:
-            label: What this is about; must be the same on all ranks.
+            label: Name of the exchange; must be the same on all ranks.
             scope: The ranks.
-            value: What JSON can hold.
-            lane: Each thread that meets others has its own; that of the main thread is the same for
-                all scopes of the same ranks, so that a rank that is elsewhere is noticed.
-            most: How many different values are wanted; the same on all ranks. 0: all of them.
+            value: The value of this rank, as JSON can hold it.
+            lane: Name of the thread's own sequence of exchanges. That of the main thread is the
+                same for all scopes of the same ranks, so that a rank at another call is detected.
+            most: How many different values are returned at most; the same on all ranks. 0: all.
 
         Returns:
             The different values in the order of the first rank of each; one if all are the same.
 
         Raises:
-            SyncError: The ranks are in different places of the program: their labels differ.
-            PeerError: A rank will not come.
+            SyncError: The ranks are at different calls: their labels differ.
+            PeerError: A rank has died, failed, fallen silent, or not come in time.
         """
         self.check(scope, label)
         channel = f"{scope.among}/{lane}"
@@ -125,21 +124,21 @@ class ControlClient:
         groups = answer.groups
         if len({group["label"] for group in groups}) > 1:
             raise self.fail(ranks_at_different_calls(where(groups)))
-        return [RankValue(tuple(one["ranks"] or scope.ranks), one["value"]) for one in groups]
+        return [RankValue(tuple(group["ranks"] or scope.ranks), group["value"]) for group in groups]
 
     def compare(self, label: str, scope: Scope, content: Any) -> list[RankValue] | None:
-        """Who says what, of at most 8 different contents; None where all ranks say the same.
+        """Which ranks have which content, of at most 8 different ones; None: all have the same.
 
-        A digest is sent first, so it costs a short message where all say the same, and the content
-        from one rank for each digest where not. Arguments and errors as of `exchange`.
+        Digests are exchanged first. Only if they differ, one rank for each digest sends its
+        content. Arguments and errors are those of `exchange`.
         """
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         groups = self.exchange(label, scope, digest, most=_MOST_CONTENTS)
         if len(groups) == 1:
             return None
-        asked = [group.ranks[0] for group in groups]
-        said = self.exchange(label, scope, content if self.rank in asked else None)
-        content_of = {rank: one.content for one in said for rank in one.ranks}
+        senders = [group.ranks[0] for group in groups]
+        values = self.exchange(label, scope, content if self.rank in senders else None)
+        content_of = {rank: value.content for value in values for rank in value.ranks}
         return [RankValue(group.ranks, content_of[group.ranks[0]]) for group in groups]
 
     def wait_until(
@@ -150,21 +149,21 @@ class ControlClient:
         *,
         announces: bool = True,
     ) -> None:
-        """Return when something has come.
+        """Wait until ``has_come`` returns True, or raise if it cannot any more.
 
         Args:
-            has_come: ``has_come(seconds)`` waits for it for so long at most, and says whether it
-                has come.
-            what: What this rank waits for, for messages. Up to a colon, it is the part of the
-                program; ranks whose main threads wait in different ones wait for ever, which is
+            has_come: ``has_come(seconds)`` waits at most so long, and returns whether the wait is
+                over.
+            what: The label of the wait, for messages. The part before a colon names the call. If
+                the main threads of ranks wait in different calls, none can continue; that is
                 reported.
             scope: The ranks whose death or failure ends the wait.
-            announces: Whether it needs the main threads of the others, which must not wait in
-                different places then.
+            announces: Whether the wait needs the main threads of the other ranks. Then the ranks
+                report their calls to each other, and different ones are an error.
 
         Raises:
             PeerError: One of them has died, failed, fallen silent, or not come in time.
-            SyncError: The ranks wait for each other in different places.
+            SyncError: The ranks wait for each other in different calls.
         """
         waited = 0.0
         began = time.monotonic()
@@ -175,7 +174,7 @@ class ControlClient:
                 waited = time.monotonic() - began
                 if announces and not serial and waited > TICK:
                     serial = next(self._waits)
-                    told = {"label": what, "place": what.partition(":")[0], "serial": serial}
+                    told = {"label": what, "call": what.partition(":")[0], "serial": serial}
                     told |= {"among": scope.among, "size": len(scope.ranks)}
                     self._link.send({"kind": "waits", **told})
                 error = self.failure(scope, what, waited, serial)
@@ -187,8 +186,12 @@ class ControlClient:
                 self._link.send({"kind": "wait ended"})
 
     def check(self, scope: Scope, what: str, *, waited: float = 0.0) -> None:
-        """Raise if waiting for `what` from the ranks of `scope`, `waited` seconds so far, is in
-        vain as far as is known. That ends the run: it is raised at all later checks too.
+        """Raise if a wait for `what` cannot complete any more. Later checks raise the same error.
+
+        Args:
+            scope: The ranks that are waited for.
+            what: The label of the wait.
+            waited: Seconds so far.
 
         Raises:
             PeerError: A rank has died, failed, fallen silent, or not come in time.
@@ -200,17 +203,18 @@ class ControlClient:
     def failure(
         self, scope: Scope, what: str, waited: float, serial: int | None = None
     ) -> SyncError | None:
-        """Why a wait cannot complete, as an error; None if it is not. Arguments as of `check`."""
+        """Why a wait cannot complete, as an error; None if it can. Arguments as of `check`."""
         failure = self.state.failure(scope, waited)
         if failure is not None:
             return PeerError(self.state.failure_message(failure, what))
-        apart = self.state.different_calls(serial) if serial else None
-        return ranks_at_different_calls(apart) if apart is not None else None
+        calls = self.state.different_calls(serial) if serial else None
+        return ranks_at_different_calls(calls) if calls is not None else None
 
     def explain(self, error: BaseException, what: str, scope: Scope) -> PeerError:
         """The `PeerError` that says why a collective of `scope` failed with `error`.
 
-        The collective may fail a moment before the reason is known, so this waits for it.
+        The collective may fail before the failure of a rank is reported, so this waits for a
+        report.
         """
         patience = min(_EXPLANATION, scope.limits.peer_timeout)
         deadline = time.monotonic() + patience + 2 * TICK
@@ -221,7 +225,7 @@ class ControlClient:
             time.sleep(_POLL)
         return self.fail(
             PeerError(
-                f"{what} failed on rank {self.rank} {self.state.place}, although all ranks show "
+                f"{what} failed on rank {self.rank} {self.state.phase}, although all ranks show "
                 f"signs of life: {error}"
             )
         )
@@ -231,7 +235,7 @@ class ControlClient:
         return self._failure.fail(error)
 
     def cause(self) -> str | None:
-        """What has ended the run on all ranks, with the rank and its host; None: nothing has."""
+        """The failure that ended the run, with its rank and host; None: the run has not failed."""
         return self.state.cause()
 
     def _tick(self, is_connected: bool) -> None:

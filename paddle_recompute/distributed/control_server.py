@@ -145,7 +145,7 @@ class ControlServer:
             self._tell(rank, message)
         if len(self._hosts) == self._num_ranks:
             self._door.close()
-            hosts = {str(one): host for one, host in self._hosts.items()}
+            hosts = {str(known_rank): host for known_rank, host in self._hosts.items()}
             self._tell_all({"kind": "hosts", "hosts": hosts})
         return rank
 
@@ -170,7 +170,7 @@ class ControlServer:
             case "failed":
                 self._end_run({**message, "rank": rank})
             case "left":
-                self._left[rank] = self._untold[rank] = message["place"]
+                self._left[rank] = self._untold[rank] = message["phase"]
                 if rank == 0:  # the server ends with it
                     self._tell_ends()
                 self._tell(rank, {"kind": "heard"})
@@ -196,7 +196,7 @@ class ControlServer:
         del self._lines[rank], self._quiet[rank]
         self._waits.end(rank)
         if rank not in self._left:
-            self._end_run({"kind": "gone", "rank": rank, "place": ""})
+            self._end_run({"kind": "gone", "rank": rank, "phase": ""})
         self._tell_if_over()
 
     def _tell_ends(self) -> None:
@@ -225,13 +225,13 @@ class ControlServer:
         for rank, (ticks, host) in [*self._refused.items()]:
             self._refused[rank] = (ticks + 1, host)
             if ticks == _KEY_TICKS:
-                self._end_run({"kind": "refused", "rank": rank, "place": "", "host": host})
+                self._end_run({"kind": "refused", "rank": rank, "phase": "", "host": host})
         if self._ticks_to_connect and len(self._hosts) < self._num_ranks:
             self._ticks_to_connect -= 1
             if self._ticks_to_connect <= 0:
                 self._ticks_to_connect = 0
                 rank = min({*range(self._num_ranks)} - self._hosts.keys())
-                self._end_run({"kind": "absent", "rank": rank, "place": ""})
+                self._end_run({"kind": "absent", "rank": rank, "phase": ""})
 
     def _tell_all(self, message: Message) -> None:
         data = wire.encode(message)
@@ -247,9 +247,9 @@ class ControlServer:
             writer.write(data)
 
 
-def _ends(places: dict[int, str]) -> list[Message]:
-    told = {str(rank): place for rank, place in places.items()}
-    return [{"kind": "left", "places": told}] if told else []
+def _ends(phases: dict[int, str]) -> list[Message]:
+    of_ranks = {str(rank): phase for rank, phase in phases.items()}
+    return [{"kind": "left", "phases": of_ranks}] if of_ranks else []
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -36,7 +36,7 @@ def gathered(own: Mapping[str, Any], group: Group | None, keep: bool) -> dict[st
         PeerError: A rank has died, stopped or failed; no rank has a state then.
     """
     ranks = scope_of(group).ranks
-    described = [[name, list(one.shape), dtype_name(one.dtype)] for name, one in own.items()]
+    described = [[name, list(array.shape), dtype_name(array.dtype)] for name, array in own.items()]
     everywhere = values_of_ranks(described, "what the optimizers have", group)
     names = [name for entries in everywhere for name, _, _ in entries]
     if len({*names}) < len(names):

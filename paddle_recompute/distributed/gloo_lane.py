@@ -69,7 +69,7 @@ def are_equal(sums: Sequence[float], num_ranks: int) -> bool:
     return low**2 == num_ranks * low_squares and high**2 == num_ranks * high_squares
 
 
-class Job(Generic[Result]):
+class QueuedCollective(Generic[Result]):
     """A collective of a lane, or several.
 
     Attributes:
@@ -154,7 +154,7 @@ class GlooLane:
         self.name = name
         self.scope = scope
         self.group: Group = make_gloo_group(scope, name)
-        self._jobs: queue.SimpleQueue[Job[object]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[QueuedCollective[object]] = queue.SimpleQueue()
         self._broken: list[Group] = []  # to end one could wait for what still hangs in it
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
@@ -166,7 +166,7 @@ class GlooLane:
         code: str = "",
         numbers: Sequence[float] = (),
         has_met: bool = False,
-    ) -> Job[Result]:
+    ) -> QueuedCollective[Result]:
         """Call ``function(group)`` in the lane's thread, when all ranks are there.
 
         Args:
@@ -178,11 +178,11 @@ class GlooLane:
             has_met: Whether the ranks have agreed a moment ago, in this lane, that this comes next.
                 Then they do not compare it again.
         """
-        job = Job(function, label, self.scope, code, numbers, has_met)
+        job = QueuedCollective(function, label, self.scope, code, numbers, has_met)
         self._jobs.put(job)  # type: ignore[arg-type]
         return job
 
-    def meet(self, job: Job[Result]) -> list[float]:
+    def meet(self, job: QueuedCollective[Result]) -> list[float]:
         """Wait for all ranks to be at `job`; the sums of its numbers. Called in the lane's thread.
 
         Raises:
@@ -208,7 +208,7 @@ class GlooLane:
             raise SyncError(f"{job.label}: two descriptions have the same checksum by chance")
         return sums[4 : 4 + len(job.numbers)]
 
-    def _renew(self, job: Job[Result], error: BaseException) -> None:
+    def _renew(self, job: QueuedCollective[Result], error: BaseException) -> None:
         if peers().cause() is None:
             _logger.info(
                 "%s: a rank is late, and gloo has given up the connection (%s); the ranks wait for "

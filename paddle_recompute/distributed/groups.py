@@ -52,10 +52,10 @@ def make_gloo_group(scope: Scope, name: str) -> Group:
 
     def agree(attempt: int, fault: str) -> str:
         said = peers().exchange(f"{label}, attempt {attempt + 1}", scope, fault, lane=lane)
-        if not any(one.content for one in said):
+        if not any(value.content for value in said):
             return ""
         return ", ".join(
-            f"rank {', '.join(map(str, one.ranks))}: {one.content or 'made'}" for one in said
+            f"rank {', '.join(map(str, value.ranks))}: {value.content or 'made'}" for value in said
         )
 
     peers().exchange(label, scope, lane=lane)

@@ -17,7 +17,7 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute._paddle.device import HostNumbers
 from paddle_recompute._paddle.distributed import all_reduce_numbers
 from paddle_recompute.distributed.connection import is_gloo, peers, scope_of
-from paddle_recompute.distributed.gloo_lane import MAIN_LANE, MOST_SUMMED, Job, lane_of
+from paddle_recompute.distributed.gloo_lane import MAIN_LANE, MOST_SUMMED, QueuedCollective, lane_of
 from paddle_recompute.distributed.groups import device_group
 from paddle_recompute.distributed.waiting_collectives import watched_on_device
 
@@ -52,7 +52,7 @@ def reduce_numbers(
     if is_gloo(group):
         code = f"{len(values)} numbers"
         if operation == "sum" and len(values) <= MOST_SUMMED:
-            summed: Job[list[float]] = lane_of(scope, lane).begin(
+            summed: QueuedCollective[list[float]] = lane_of(scope, lane).begin(
                 None, what, code=code, numbers=values
             )
             return summed.wait()

@@ -64,7 +64,7 @@ class PeerState:
     Attributes:
         rank: This rank.
         all_ranks: Of the run.
-        place: Where this rank is, for messages.
+        phase: Of the run on this rank, for messages: ``in step 4``.
         limits: For waits that belong to no `GradientSync`: those of the newest one.
         lost: Why there is no connection to the control server any more; None while there is one.
         unreachable: Why there never was one.
@@ -73,7 +73,7 @@ class PeerState:
 
     rank: int
     all_ranks: tuple[int, ...] = ()
-    place: str = "before the first step"
+    phase: str = "before the first step"
     limits: Limits = field(default_factory=Limits)
     lost: str | None = None
     unreachable: str | None = None
@@ -95,8 +95,8 @@ class PeerState:
             if "different_calls" in message:
                 self._different_calls = (message["serial"], where(message["different_calls"]))
         elif kind == "left":
-            for rank, place in message["places"].items():
-                self._left.setdefault(int(rank), f"has ended {place}".rstrip())
+            for rank, phase in message["phases"].items():
+                self._left.setdefault(int(rank), f"has ended {phase}".rstrip())
         elif kind == "hosts":
             self._hosts = message["hosts"]
         else:  # failed, gone, refused or absent
@@ -160,7 +160,7 @@ class PeerState:
                 "forward fails, run the forward before last_backward() and let all ranks skip the "
                 "step: docs/gradient_synchronization.md has an example"
             )
-        return f"{failure}. Rank {self.rank} waited {self.place} for {what}."
+        return f"{failure}. Rank {self.rank} waited {self.phase} for {what}."
 
     def _silence(self, scope: Scope, patience: float | None) -> str | None:
         limit = scope.limits.peer_timeout if patience is None else patience
@@ -212,7 +212,7 @@ def _described(end: Message) -> str:
             f"{named} did not connect in time: its process was not started or has died before; "
             "its log may say why"
         )
-    return f"{named} failed {end['place']}: {str(end['message']).rstrip('.')}"
+    return f"{named} failed {end['phase']}: {str(end['message']).rstrip('.')}"
 
 
 def ranks_at_different_calls(where_the_ranks_are: str) -> SyncError:

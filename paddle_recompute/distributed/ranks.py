@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.layers import saved_buffers
-from paddle_recompute.distributed import stop_request
 from paddle_recompute.distributed.agreement import agree_on_parameters, first_that_differs
 from paddle_recompute.distributed.connection import is_distributed, is_gloo, peers, scope_of
 from paddle_recompute.distributed.gloo_lane import MAIN_LANE, lane_of
 from paddle_recompute.distributed.numbers import reduce_numbers
+from paddle_recompute.distributed.stop_request import asked, hear_asked
 from paddle_recompute.distributed.waiting_collectives import watched_on_device
 from paddle_recompute.errors import DivergenceError, SyncError
 
@@ -205,8 +205,8 @@ def sum_over_ranks(values: Sequence[float], what: str, group: Group | None = Non
         return list(values)
     if group is not None:
         return reduce_numbers(values, "sum", what, group)
-    *sums, total = reduce_numbers([*values, stop_request.asked()], "sum", what)
-    stop_request.hear_asked(total)
+    *sums, total = reduce_numbers([*values, asked()], "sum", what)
+    hear_asked(total)
     return sums
 
 
@@ -228,7 +228,7 @@ def values_of_ranks(value: Any, what: str, group: Group | None = None) -> list[A
         return [value]
     scope = scope_of(group)
     said = peers().exchange(what, scope, value)
-    by_rank = {rank: one.content for one in said for rank in one.ranks}
+    by_rank = {rank: rank_value.content for rank_value in said for rank in rank_value.ranks}
     return [by_rank[rank] for rank in scope.ranks]
 
 

@@ -67,7 +67,7 @@ class Failure:
         if self._state.cause() is None:
             self.is_first = True
             message = str(error) if isinstance(error, PeerError) else one_line(error)
-            told: Message = {"kind": "failed", "place": self._state.place, "message": message}
+            told: Message = {"kind": "failed", "phase": self._state.phase, "message": message}
             self._state.take({**told, "rank": self._state.rank, "host": socket.gethostname()})
             self._link.send(told)
         return error
@@ -162,7 +162,7 @@ class Shutdown:
         if os.getpid() != self._process or self.has_announced:
             return
         self.has_announced = self._failure.is_noticed = True
-        self._link.send({"kind": "left", "place": self._state.place})
+        self._link.send({"kind": "left", "phase": self._state.phase})
         if self._server is not None:  # let it pass this on before the process ends
             self._passed_on.wait(_PARTING)
 
@@ -220,9 +220,9 @@ class Shutdown:
         self._ticks_stuck += 1
         if self._ticks_stuck * TICK > self._state.limits.peer_timeout:
             failure_message = (self._failure.seen_by_thread or cause).rstrip(".")
-            rank, place, seconds = self._state.rank, self._state.place, self._ticks_stuck * TICK
+            rank, phase, seconds = self._state.rank, self._state.phase, self._ticks_stuck * TICK
             sys.stderr.write(
-                f"PeerError: {failure_message}. Rank {rank} has not noticed {place} for "
+                f"PeerError: {failure_message}. Rank {rank} has not noticed {phase} for "
                 f"{seconds:.0f} s (peer_timeout), so its process is ended.\n"
             )
             exit_now(1)

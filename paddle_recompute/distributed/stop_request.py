@@ -78,11 +78,14 @@ _current: list[StopRequest] = []
 
 def asked() -> float:
     """What this rank adds to the next sum of numbers over all ranks."""
-    return max((_NUMBERS[signal.Signals(one.asked)] for one in _current if one.asked), default=0.0)
+    return max(
+        (_NUMBERS[signal.Signals(request.asked)] for request in _current if request.asked),
+        default=0.0,
+    )
 
 
 def hear_asked(total: float) -> None:
     """Note the sum over all ranks of `asked`."""
-    for one in _current if total else ():
+    for request in _current if total else ():
         number = signal.SIGTERM if total >= _NUMBERS[signal.SIGTERM] else signal.SIGINT
-        one.signal_number = int(number)
+        request.signal_number = int(number)

@@ -19,7 +19,10 @@ def check_start(report: DoctorReport, model: paddle.nn.Layer) -> None:
     """Check that all ranks start from equal parameters and buffers, and freeze the same ones."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     everywhere = gather(
-        [[name, list(one.shape), bool(one.stop_gradient)] for name, one in tensors.items()],
+        [
+            [name, list(tensor.shape), bool(tensor.stop_gradient)]
+            for name, tensor in tensors.items()
+        ],
         "the parameters of the model",
     )
     for rank, theirs in enumerate(everywhere):
@@ -52,7 +55,7 @@ def check_data(report: DoctorReport, batch: Any) -> None:
         checksum = zlib.crc32(np.ascontiguousarray(tensor.numpy()).tobytes(), checksum)
     everywhere = gather(checksum, "the batch")
     if len(set(everywhere)) < len(everywhere):
-        same = [rank for rank, one in enumerate(everywhere) if everywhere.count(one) > 1]
+        same = [rank for rank, digest in enumerate(everywhere) if everywhere.count(digest) > 1]
         report.add(
             "same_data",
             f"rank {', '.join(map(str, same))}",
@@ -84,8 +87,8 @@ def check_agreement(report: DoctorReport, values: dict[str, Any]) -> None:
     everywhere = gather(values, "settings of the run")
     for name in values:
         found = [theirs.get(name) for theirs in everywhere]
-        if any(one != found[0] for one in found):
-            shown = ", ".join(f"{one!r} on rank {rank}" for rank, one in enumerate(found))
+        if any(value != found[0] for value in found):
+            shown = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(found))
             report.add("ranks_disagree", name, f"{name} is {shown}; set one value on all ranks")
 
 
@@ -96,7 +99,8 @@ def mean_of_ranks(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     return {
         name: mean_of_array(
-            np.zeros(shapes[name], "float32") if one is None else one, "a gradient of the doctor"
+            np.zeros(shapes[name], "float32") if gradient is None else gradient,
+            "a gradient of the doctor",
         )
-        for name, one in gradients.items()
+        for name, gradient in gradients.items()
     }

@@ -15,7 +15,7 @@ from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute.comparison import Array, StepState
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
-from paddle_recompute.doctor import across_ranks, checks
+from paddle_recompute.doctor import across_ranks, model_checks, step_comparison
 from paddle_recompute.doctor.observation import LossError, Observation, observe
 from paddle_recompute.doctor.report import DoctorReport
 from paddle_recompute.errors import ConfigError, first_sentence
@@ -71,9 +71,9 @@ def doctor(
         across_ranks.check_agreement(report, settings or {})
         across_ranks.check_start(report, model)
         across_ranks.check_data(report, batch)
-        if any(one.kind == "ranks_differ" for one in report.findings):
+        if any(finding.kind == "ranks_differ" for finding in report.findings):
             return report
-    checks.check_mode(report, model)
+    model_checks.check_mode(report, model)
     if recompute is not None:
         apply_recompute(model, recompute)
     state = StepState(model, whole=True)
@@ -84,9 +84,11 @@ def doctor(
         if _fails_somewhere(report, plain):
             return report
         optimized = parameters_of_optimizer(optimizer) if optimizer is not None else None
-        checks.check_parameters(report, model, plain, optimized)
+        model_checks.check_parameters(report, model, plain, optimized)
         # If one rank cannot compare, none does: the loss may contain a collective of all ranks.
-        if all(values_of_ranks(checks.check_plain(report, plain, repeated), "the plain steps")):
+        if all(
+            values_of_ranks(step_comparison.check_plain(report, plain, repeated), "the plain steps")
+        ):
             examined.compare_recompute(plain)
             if grad_cache is not None:
                 examined.compare_cache(plain, grad_cache)
@@ -151,17 +153,17 @@ class _Examined:
         first = len(plain.outputs)
         seen.repeated = seen.outputs[first:] + seen.repeated
         seen.outputs = seen.outputs[:first]
-        checks.check_second_forward(self.report, seen)
-        checks.check_equal(self.report, plain, seen, "recompute", has_outputs=True)
+        step_comparison.check_second_forward(self.report, seen)
+        step_comparison.check_equal(self.report, plain, seen, "recompute", has_outputs=True)
         if seen.error is None:
-            checks.check_calls(self.report, plain, seen, wrapped_layers(self.model))
+            model_checks.check_calls(self.report, plain, seen, wrapped_layers(self.model))
 
     def compare_cache(
         self, plain: Observation, grad_cache: GradCache | Callable[[Any], paddle.Tensor]
     ) -> None:
         """Compare a step in chunks."""
         batch, tolerance = self.batch, CHUNKED
-        checks.check_chunks(self.report, self.model)
+        model_checks.check_chunks(self.report, self.model)
 
         def in_chunks() -> paddle.Tensor:
             if isinstance(grad_cache, GradCache):
@@ -175,10 +177,10 @@ class _Examined:
             note = "gradient cache: not compared, as the model draws random numbers"
             self.report.notes.append(note)
             some: dict[str, Array | None] = {
-                name: one for name, one in plain.gradients.items() if one is not None
+                name: gradient for name, gradient in plain.gradients.items() if gradient is not None
             }
             plain, tolerance = dataclasses.replace(plain, gradients=some), math.inf
-        checks.check_equal(self.report, plain, cached, "the gradient cache", tolerance)
+        step_comparison.check_equal(self.report, plain, cached, "the gradient cache", tolerance)
 
     def compare_ranks(self, plain: Observation, sync: GradientSync | None) -> None:
         """Compare the gradients that `sync` leaves with the mean over the ranks."""
@@ -200,8 +202,8 @@ class _Examined:
         seen = observe(self.model, self.state, synchronized, backward=False)
         sync.set_state_dict(before)
         plain = dataclasses.replace(plain, gradients=means)
-        tolerance = checks.CLOSE if sync.compression == "none" else SENT_IN_BFLOAT16
-        checks.check_equal(report, plain, seen, "gradient synchronization", tolerance)
+        tolerance = step_comparison.CLOSE if sync.compression == "none" else SENT_IN_BFLOAT16
+        step_comparison.check_equal(report, plain, seen, "gradient synchronization", tolerance)
 
 
 def _draws(plain: Observation, state: StepState) -> bool:

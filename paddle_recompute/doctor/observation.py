@@ -79,8 +79,8 @@ class Observation:
         """What can be compared array by array."""
         return {
             LOSS: np.array(self.loss, "float32"),
-            **{f"{GRADIENT_OF}{name}": one for name, one in self.gradients.items()},
-            **{f"{BUFFER}{name}": one for name, one in self.buffers.items()},
+            **{f"{GRADIENT_OF}{name}": gradient for name, gradient in self.gradients.items()},
+            **{f"{BUFFER}{name}": buffer for name, buffer in self.buffers.items()},
         }
 
     def calls(self) -> dict[str, int]:
@@ -136,8 +136,8 @@ def observe(
         seen.error = error
         return seen
     finally:
-        for one in hooks:
-            one.remove()
+        for hook_handle in hooks:
+            hook_handle.remove()
         seen.repeated = _taken(calls)
     seen.loss = float(loss.detach().astype("float32").item())
     seen.gradients = {

@@ -66,7 +66,7 @@ class DoctorReport:
 
 
 def _add(found: list[Finding], new: Finding) -> None:
-    if not any((one.kind, one.where) == (new.kind, new.where) for one in found):
+    if not any((known.kind, known.where) == (new.kind, new.where) for known in found):
         found.append(new)
 
 

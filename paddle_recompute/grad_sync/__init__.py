@@ -7,26 +7,26 @@ A bucket (`_buckets`) whose gradients are all complete is joined, encoded (`_com
 the order anew and send everything. Then the means are written into ``.grad``.
 """
 
+from paddle_recompute.grad_sync._communication_trace import CommunicationTrace
 from paddle_recompute.grad_sync._consistency_check import StepReport
 from paddle_recompute.grad_sync._offloaded import (
     OffloadedGradients,
     PieceSender,
     SentPiece,
     keep_elsewhere,
-    owner_of,
+    offloaded_gradients_of,
 )
 from paddle_recompute.grad_sync._options import SyncMode
-from paddle_recompute.grad_sync._timeline import Timeline
 from paddle_recompute.grad_sync.gradient_sync import GradientSync
 
 __all__ = [
+    "CommunicationTrace",
     "GradientSync",
     "OffloadedGradients",
     "PieceSender",
     "SentPiece",
     "StepReport",
     "SyncMode",
-    "Timeline",
     "keep_elsewhere",
-    "owner_of",
+    "offloaded_gradients_of",
 ]

@@ -21,6 +21,7 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute.distributed import run_collective
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._all_reduce import AllReducer
+from paddle_recompute.grad_sync._communication_trace import CommunicationTrace
 from paddle_recompute.grad_sync._consistency_check import (
     Agreed,
     ConsistencyCheck,
@@ -29,7 +30,6 @@ from paddle_recompute.grad_sync._consistency_check import (
 )
 from paddle_recompute.grad_sync._parameters import ParameterList, refuse_main_grad
 from paddle_recompute.grad_sync._start import StartValues
-from paddle_recompute.grad_sync._timeline import Timeline
 
 _ADVICE = "Use sync mode 'fused' or 'overlap', which synchronize it."
 
@@ -47,7 +47,7 @@ class FleetReduction:
         all_reducer = AllReducer(group)
         self._is_gloo = all_reducer.is_gloo
         self._consistency_check = ConsistencyCheck(listed, group, all_reducer, start)
-        self.timeline: Timeline | None = None
+        self.timeline: CommunicationTrace | None = None
         """The last step's times; without buckets, as Paddle does not tell about them."""
         self._refuse_unsupported()
 
@@ -73,7 +73,9 @@ class FleetReduction:
         parameters = self._with_gradient_anywhere()
         if parameters:
             self._average(parameters)
-        self.timeline = Timeline(self._began, None, backward_ended, time.perf_counter(), ())
+        self.timeline = CommunicationTrace(
+            self._began, None, backward_ended, time.perf_counter(), ()
+        )
         return agreed
 
     def _refuse_unsupported(self) -> None:

@@ -69,7 +69,7 @@ def num_kept() -> int:
     return _num_kept
 
 
-def owner_of(parameter: paddle.Tensor) -> OffloadedGradients | None:
+def offloaded_gradients_of(parameter: paddle.Tensor) -> OffloadedGradients | None:
     """Who has the gradient of `parameter`; None: it is in ``.grad``."""
     owner: weakref.ref[OffloadedGradients] | None = getattr(parameter, _OWNER, None)
     return owner() if owner is not None else None

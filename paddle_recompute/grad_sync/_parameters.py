@@ -15,9 +15,13 @@ from paddle_recompute._paddle.flat import are_sparse, gradient_of, is_frozen
 from paddle_recompute._paddle.gradients import keeps_main_grad
 from paddle_recompute.distributed import Scope, agree_on_parameters
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._offloaded import OffloadedGradients, num_kept, owner_of
+from paddle_recompute.grad_sync._offloaded import (
+    OffloadedGradients,
+    num_kept,
+    offloaded_gradients_of,
+)
 
-Source = Callable[[], tuple[Sequence[str], Sequence[paddle.Tensor]]]
+ParameterSource = Callable[[], tuple[Sequence[str], Sequence[paddle.Tensor]]]
 """Lists names and parameters at each call; the same lists, if nothing has changed."""
 
 
@@ -32,7 +36,7 @@ class ParameterList:
         structured: Whether their names are places in a Layer.
     """
 
-    def __init__(self, source: Source, *, structured: bool) -> None:
+    def __init__(self, source: ParameterSource, *, structured: bool) -> None:
         self._source = source
         self.structured = structured
         self._index_of: dict[int, int] = {}
@@ -110,7 +114,7 @@ class ParameterList:
     def _take(self, names: Sequence[str], listed: Sequence[paddle.Tensor]) -> None:
         own: dict[int, None] = {}  # by identity: a tied weight is one
         for name, parameter in zip(names, listed, strict=True):
-            owner = owner_of(parameter)
+            owner = offloaded_gradients_of(parameter)
             if owner is not None:
                 self.offloaded[id(owner)] = owner
                 continue

@@ -49,6 +49,7 @@ from paddle_recompute._paddle.gradients import (
 from paddle_recompute.distributed import peers, scope_of
 from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
+from paddle_recompute.grad_sync._communication_trace import BucketTimes, CommunicationTrace
 from paddle_recompute.grad_sync._compression import GradientCompression
 from paddle_recompute.grad_sync._consistency_check import (
     Agreed,
@@ -59,7 +60,6 @@ from paddle_recompute.grad_sync._consistency_check import (
 from paddle_recompute.grad_sync._in_flight import InFlightGradients
 from paddle_recompute.grad_sync._parameters import ParameterList, refuse_main_grad
 from paddle_recompute.grad_sync._start import StartValues
-from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -150,7 +150,7 @@ class BucketedReduction:
         """
         self.num_early = 0
         """Buckets that the last step sent before its backward had ended."""
-        self.timeline: Timeline | None = None
+        self.timeline: CommunicationTrace | None = None
         """The last step's times."""
 
     @property
@@ -233,13 +233,13 @@ class BucketedReduction:
             self._expect_order()
         self._send_to(len(self._buckets), has_met=True)
         self._wait()
-        times = tuple(one.times(number) for number, one in enumerate(self._under_way))
+        times = tuple(bucket.times(number) for number, bucket in enumerate(self._under_way))
         self._sent = InFlightGradients()
         for _ in times:  # a bucket is free when the next one is written
             self._write(self._under_way.pop(0), without_gradient)
         self._compression.commit(without_gradient)
         ended = time.perf_counter()
-        self.timeline = Timeline(self._began, self._first, backward_ended, ended, times)
+        self.timeline = CommunicationTrace(self._began, self._first, backward_ended, ended, times)
         self.disarm()
         return agreed
 
@@ -266,7 +266,7 @@ class BucketedReduction:
         look whether the bucket is complete.
         """
         self._usual = [*self._order]
-        last = {index: place for place, index in enumerate(self._usual)}
+        last = {index: position for position, index in enumerate(self._usual)}
         counted = Counter(self._usual)
         self._ready = []
         for bucket in self._buckets:
@@ -330,7 +330,9 @@ class BucketedReduction:
         planned = self._bucket_of
         missing = [*compress(planned, map(is_, map(gradients.__getitem__, planned), repeat(None)))]
         is_unplanned = len(planned) < len(gradients) and any(
-            one is not None and one.size for i, one in enumerate(gradients) if i not in planned
+            gradient is not None and gradient.size
+            for i, gradient in enumerate(gradients)
+            if i not in planned
         )
         late = self._sent.late(self._order) if self._order != self._usual else None
         if late is not None:

@@ -64,7 +64,11 @@ class StartValues:
                 )
             broadcast_tensors(self._parameters(), group)
         if not listed.structured:  # statistics of BatchNorms may be among them
-            frozen = {name: one for name, one in self._parameters().items() if one.stop_gradient}
+            frozen = {
+                name: parameter
+                for name, parameter in self._parameters().items()
+                if parameter.stop_gradient
+            }
             self._add_buffers(frozen)
 
     def add(self, layer: paddle.nn.Layer, prefix: str = "") -> None:
@@ -78,12 +82,14 @@ class StartValues:
         if self._broadcasts:
             broadcast_tensors(buffers, self._group)
         self._add_buffers(buffers)
-        self._names |= {id(one): f"{prefix}{name}" for name, one in layer.named_parameters()}
-        self._names |= {id(one): name for name, one in buffers.items()}
+        self._names |= {
+            id(parameter): f"{prefix}{name}" for name, parameter in layer.named_parameters()
+        }
+        self._names |= {id(tensor): name for name, tensor in buffers.items()}
 
     def _add_buffers(self, buffers: dict[str, paddle.Tensor]) -> None:
-        self._buffers |= {id(one): one for one in buffers.values()}
-        new = {key: one for key, one in self._buffers.items() if key not in _first}
+        self._buffers |= {id(buffer): buffer for buffer in buffers.values()}
+        new = {key: buffer for key, buffer in self._buffers.items() if key not in _first}
         digests = Digests(new.values())
         for place, (key, one) in enumerate(new.items()):
             _first[key] = weakref.ref(one, functools.partial(_first.pop, key)), digests, place
@@ -98,12 +104,14 @@ class StartValues:
             return
         self._has_buffers = num_synchronized == 0
         named = {
-            name: one for name, one in self._parameters().items() if id(one) not in self._buffers
+            name: parameter
+            for name, parameter in self._parameters().items()
+            if id(parameter) not in self._buffers
         }
         buffers = [*self._buffers.values()]
         self._taken_names = [
             *named,
-            *(self._names.get(id(one), one.name) for one in buffers),
+            *(self._names.get(id(buffer), buffer.name) for buffer in buffers),
         ]
         self._taken = Digests([*named.values(), *buffers])
 

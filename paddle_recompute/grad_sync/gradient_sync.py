@@ -20,6 +20,7 @@ from paddle_recompute.distributed import (
     scope_of,
 )
 from paddle_recompute.errors import CheckpointError, SyncError
+from paddle_recompute.grad_sync._communication_trace import CommunicationTrace
 from paddle_recompute.grad_sync._compression import Compression, GradientCompression
 from paddle_recompute.grad_sync._consistency_check import Agreed, StepReport
 from paddle_recompute.grad_sync._fleet import FleetReduction
@@ -31,23 +32,22 @@ from paddle_recompute.grad_sync._options import (
     check_options,
     choose_mode,
 )
-from paddle_recompute.grad_sync._parameters import ParameterList, Source, agree_on_trained
+from paddle_recompute.grad_sync._parameters import ParameterList, ParameterSource, agree_on_trained
 from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync._replica_check import ReplicaCheck
 from paddle_recompute.grad_sync._start import StartValues
-from paddle_recompute.grad_sync._timeline import Timeline
 
 
 class GradientSync:
     """Synchronizes gradients once per optimizer step, with or without recompute.
 
-    ``fused`` sends the gradients after the last backward, joined into few large buffers, as
-    Paddle's ``no_sync`` plus ``fused_allreduce_gradients`` does: right under recompute, where
-    ``DataParallel`` alone raises "has been ready before", and serial. ``overlap`` sends the same
-    buffers while the backward is still running, whichever form of recompute is used, and gives the
-    bitwise identical means. In both, the ranks agree on which gradients there are. ``fleet`` is
-    Paddle's own ``no_sync`` plus ``fused_allreduce_gradients``, as a reference to compare with; the
-    ranks agree first here too.
+    ``fused`` all-reduces the gradients after the last backward, in few large buckets, as Paddle's
+    ``no_sync`` plus ``fused_allreduce_gradients`` does. It works under recompute, where
+    ``DataParallel`` alone raises "has been ready before". Communication and computation do not
+    overlap. ``overlap`` all-reduces the same buckets while the backward still runs, under every
+    form of recompute; the means are bitwise identical. In both modes the ranks agree on which
+    parameters have a gradient. ``fleet`` calls Paddle's own ``no_sync`` plus
+    ``fused_allreduce_gradients``, as a reference; here too the ranks agree first.
 
     In your own loop:
 
@@ -81,37 +81,37 @@ class GradientSync:
         """Agree with the other ranks on what will be synchronized. Every rank must call this.
 
         In the first step the ranks compare their values before it, bit by bit: parameters, frozen
-        ones too, and saved buffers that have not changed since this was made. That takes a digest
-        of each tensor, on its device, about 1 s per GB on a CPU; later steps take nothing.
+        ones too, and saved buffers that have not changed since the construction. This computes a
+        digest of each tensor on its device, about 1 s per GB on a CPU. Later steps compare nothing.
 
         Args:
             parameters: A Layer, or the parameters in the same order on every rank, or a function
-                that lists them. They are looked through in each step: what is unfrozen or added to
-                the Layer later takes part from then on, and what has ``stop_gradient`` and no
-                gradient is left alone. All ranks have to do the same in the same step.
+                that lists them. They are listed again in each step: a parameter that is unfrozen or
+                added to the Layer later is synchronized from then on; one with ``stop_gradient``
+                and without a gradient is not. All ranks must make such changes in the same step.
             mode: ``"overlap"``, ``"fused"``, ``"fleet"``, or ``"auto"``, which picks ``"overlap"``,
                 because that sends buckets during the backward; see `mode` and `reason` afterwards.
-                ``"fleet"`` takes no compression and no sizes of buffers.
-            bucket_bytes: Size of the buffers.
-            first_bucket_bytes: Size of the first of them; small, so that sending starts early.
+                ``"fleet"`` takes no compression and no bucket sizes.
+            bucket_bytes: Size of a bucket.
+            first_bucket_bytes: Size of the first bucket; small, so that communication starts early.
             compression: ``"bf16"`` sends half the bytes; the mean is rounded to 8 bits of mantissa.
-            error_feedback: With ``"bf16"``: carry what this rank's rounding took over to the next
-                step. It about halves the error of a gradient that lasts; the rounding of the
-                ranks' sum stays. Costs memory of the size of the gradients.
-            group: The data-parallel ranks; None is all of them. On a rank that is not among them
-                there is nothing to do, and `mode` is ``"none"``; rank 0 of the run has to call this
-                in any case, as the ranks know of each other through it.
-            find_unused_parameters: Expect that parameters have no gradient in
-                some steps. Exact without it too, but then a warning says so.
+            error_feedback: With ``"bf16"``: add the rounding error of this rank to its gradient of
+                the next step. This about halves the error of a gradient that does not change from
+                step to step. The rounding of the ranks' sum is not corrected. Costs memory of the
+                size of the gradients.
+            group: The data-parallel ranks; None: all ranks. A rank outside of the group
+                synchronizes nothing, and its `mode` is ``"none"``. Rank 0 of the run must call this
+                even if it is outside, because the control server runs there.
+            find_unused_parameters: Parameters may have no gradient in some steps. The means are
+                the same without it; then a warning names the parameters.
             peer_timeout: Seconds without a sign of life after which a rank counts as dead.
             stall_timeout: Seconds to wait for a rank that is alive but late, for example while rank
                 0 evaluates or writes a checkpoint.
-            check_every: Compare the parameters of all ranks, bit by bit, after each so many steps;
-                None: never. Buffers of a Layer are compared too; as each rank's BatchNorm has
-                statistics of its own, a warning tells once where they differ.
-            broadcast_parameters: Give all ranks the values of the first rank of `group` here, as
-                ``paddle.DataParallel`` does: those of the parameters, and of the buffers of a
-                Layer.
+            check_every: Compare the parameters of all ranks, bit by bit, after every so many steps;
+                None: never. Buffers of a Layer are compared too. Each rank's BatchNorm has
+                statistics of its own, so a difference of buffers is a warning, once.
+            broadcast_parameters: Broadcast parameters, and buffers of a Layer, from the first rank
+                of `group`, as ``paddle.DataParallel`` does.
 
         Raises:
             ConfigError: An option has a value that is not allowed or contradicts another option.
@@ -126,9 +126,9 @@ class GradientSync:
         self.num_synchronized = 0
         """How many optimizer steps were synchronized so far."""
         self.report = StepReport()
-        """What the caller adds to the agreement at the end of the next last backward."""
+        """What the caller adds to the consistency check at the end of the next `last_backward`."""
         self.agreed: Agreed | None = None
-        """What came of it; None in a single process."""
+        """The result of the last consistency check; None in a single process."""
         self._is_inside = False
         self._reduction: BucketedReduction | FleetReduction | None = None
         self._compression: GradientCompression | None = None
@@ -141,7 +141,7 @@ class GradientSync:
         self.find_unused_parameters = find_unused_parameters
         if self.mode == "none":
             if is_distributed():
-                peers()  # the others may wait for this rank to connect
+                peers()  # ranks of the group may wait for this rank to connect
             return
         peers().state.limits = Limits(peer_timeout, stall_timeout)
         self._scope = scope_of(group)
@@ -185,20 +185,21 @@ class GradientSync:
         """Run the last backward before the optimizer's step inside; afterwards every rank's
         ``.grad`` is the mean over all ranks.
 
-        Whatever has a ``.grad`` when the body ends is part of it, whichever backward it comes
-        from; the body may be empty. A parameter that has a gradient on some ranks only counts as
-        zero on the others; one that has none anywhere keeps None.
+        All gradients present at exit are averaged, whichever backward has added them; the body may
+        be empty. A gradient that only some ranks have counts as zero on the others. Where no rank
+        has one, ``.grad`` stays None.
 
-        Unscale and clip afterwards. A change of ``.grad`` inside, after the backward, is kept, but
-        with ``overlap`` it ends the overlap, with a warning. Not noticed is one that neither raises
-        ``inplace_version`` nor was made in the first step as well: ``grad.set_value(x)``,
-        ``parameter.grad = x``, and on Paddle 2.6 ``clip_grad_norm_``.
+        Unscale and clip afterwards. A change of ``.grad`` inside, after the backward, is averaged
+        too; with ``overlap`` the buckets are then sent again, with a warning. Not detected is a
+        change that does not raise ``inplace_version`` and was not made in the first step:
+        ``grad.set_value(x)``, ``parameter.grad = x``, and on Paddle 2.6 ``clip_grad_norm_``.
 
         Raises:
-            SyncError: A gradient is sparse; other parameters are trained here than on other ranks;
-                in the first step: a parameter or buffer has another value on another rank. With
-                ``fleet`` also: a gradient that Paddle would leave out or sum up wrong.
-            PeerError: A rank has failed, here or elsewhere, which ends the run on all ranks.
+            SyncError: A gradient is sparse; the ranks train different parameters; in the first
+                step: a parameter or buffer differs between ranks. With ``fleet`` also: Paddle would
+                    leave
+                out a gradient or sum it wrongly.
+            PeerError: A rank has failed; this ends the run on all ranks.
         """
         if self._is_inside:
             raise SyncError(
@@ -218,7 +219,7 @@ class GradientSync:
                 yield
             return
         step = self.num_synchronized + 1
-        peers().state.place = f"in step {step}"
+        peers().state.phase = f"in step {step}"
         try:
             peers().check(self._scope, "the gradients")
             self.take_start_values()
@@ -231,50 +232,51 @@ class GradientSync:
                 self._replica_check.after(step)
         except BaseException as error:
             self._reduction.disarm()
-            if is_from_gloo(error):  # of a collective of the user's own: whose fault is it?
+            if is_from_gloo(error):  # from a collective of the user: find the rank that caused it
                 raise peers().explain(error, "a collective", self._scope) from error
             peers().fail(error)
             raise
         self.num_synchronized = step
-        peers().state.place = f"after step {step}"
+        peers().state.phase = f"after step {step}"
 
     def add_start_values(self, layer: paddle.nn.Layer, prefix: str = "") -> None:
-        """Compare, or broadcast, the buffers of `layer` too, if its parameters are synchronized
-        here without it. Every rank must call this.
+        """Compare or broadcast the buffers of `layer` too: for a `GradientSync` that was given a
+        list of parameters. Every rank must call this.
 
         Args:
-            layer: Has them.
-            prefix: In front of its names, in messages.
+            layer: Its buffers.
+            prefix: Put before their names in messages.
         """
         if self._start is not None and layer is not self._model:
             self._start.add(layer, prefix)
 
     def take_start_values(self) -> None:
-        """The ranks compare the values that there are now in the first step. Without this call,
-        `last_backward` does it as it is entered; a forward before that has changed buffers.
+        """Take the values that the ranks compare in the first step. `last_backward` does it at its
+        entry; call this earlier if a forward that changes buffers comes before.
         """
         if self._start is not None:
             self._start.take(self.num_synchronized)
 
     @paddle.no_grad()
     def add_loss(self, loss: paddle.Tensor) -> None:
-        """Add `loss` to the one that the ranks agree on at the end of this step, on the device."""
+        """Add `loss`, on the device, to the loss that the ranks average at the end of this step."""
         if self._reduction is not None:
             own = loss.detach().astype("float64").reshape([1]) / self.report.divisor
             self.report.losses.append(own)
 
     def agree_on_chunks(self, num_chunks: int) -> None:
-        """Check that all ranks encode equally many chunks, where they do it together.
+        """Check that all ranks have the same number of chunks, if parameters are offloaded to
+        ranks.
 
         Raises:
-            DataError: They do not, on all ranks; parameters are offloaded to the ranks.
+            DataError: The numbers differ; raised on all ranks.
         """
         if self.mode != "none":
             self._offloaded.agree_on_chunks(num_chunks)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """For the earlier backwards of a step; a ``paddle.DataParallel`` does not synchronize
-        inside.
+        """For all backwards of a step but the last: inside, ``paddle.DataParallel`` does not
+        synchronize.
         """
         if isinstance(self._model, paddle.DataParallel):
             context: contextlib.AbstractContextManager[None] = self._model.no_sync()
@@ -303,10 +305,10 @@ class GradientSync:
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state_dict` of this rank.
 
-        Residuals are dropped where nothing is sent in bfloat16 now.
+        Residuals are dropped if this `GradientSync` does not compress to bfloat16.
 
         Raises:
-            CheckpointError: `state` is of other parameters.
+            CheckpointError: `state` has residuals for other parameters.
         """
         index_of = {key: index for index, key in enumerate(self._listed.keys)}
         residuals = {}
@@ -327,15 +329,15 @@ class GradientSync:
 
     @property
     def parameters(self) -> list[paddle.Tensor]:
-        """What is trained now, each once: what the next step synchronizes."""
+        """The parameters that the next step synchronizes, each once."""
         _, parameters = self._source()
-        return list({id(one): one for one in parameters if not one.stop_gradient}.values())
+        return list({id(p): p for p in parameters if not p.stop_gradient}.values())
 
     @property
-    def timeline(self) -> Timeline | None:
-        """When the last step's gradients were ready and sent; None before the first step and
-        in a single process. Recorded always: it costs two clock readings a bucket. ``fleet`` has no
-        buckets in it.
+    def timeline(self) -> CommunicationTrace | None:
+        """Times at which the last step's gradients were ready and sent; None before the first step
+        and in a single process. It is always recorded, at the cost of two clock readings per
+        bucket. With ``fleet`` it has no buckets.
         """
         return self._reduction.timeline if self._reduction is not None else None
 
@@ -347,7 +349,7 @@ class GradientSync:
 
 def _source_of(
     parameters: paddle.nn.Layer | Iterable[paddle.Tensor] | Callable[[], Iterable[paddle.Tensor]],
-) -> Source:
+) -> ParameterSource:
     if isinstance(parameters, paddle.nn.Layer):
         return ParameterWalk(parameters)
     if callable(parameters):

@@ -105,7 +105,11 @@ class RecomputeTrainerMixin(_Trainer):
         sync: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = [one for one in (*args, kwargs.get("args")) if hasattr(one, "max_grad_norm")]
+        given = [
+            candidate
+            for candidate in (*args, kwargs.get("args"))
+            if hasattr(candidate, "max_grad_norm")
+        ]
         _refuse(*given)  # before theirs, which would start what is asked for
         super().__init__(*args, **kwargs)
         _refuse(self.args)
@@ -207,10 +211,10 @@ def _bare_model_for_data_parallel() -> Iterator[None]:
 def _option_of_the_command(name: str) -> str:
     """What ``--name`` was given on the command line of this process; "" if it was not."""
     found: list[str] = []
-    for place, word in enumerate(sys.argv):
+    for index, word in enumerate(sys.argv):
         option, _, value = word.partition("=")
         if option == f"--{name}":
-            following = itertools.takewhile(lambda w: not w.startswith("-"), sys.argv[place + 1 :])
+            following = itertools.takewhile(lambda w: not w.startswith("-"), sys.argv[index + 1 :])
             found += [value] if value else following
     return " ".join(found).strip()
 
@@ -227,9 +231,9 @@ def _refuse(*given: Any) -> None:
         if is_stage_1:
             options = str(getattr(settings, "sharding_parallel_config", "") or "")
             faults += [
-                f"sharding=stage1 with {one}"
-                for one in _REFUSED_WITH_STAGE_1
-                if one in options or getattr(settings, one, False) is True
+                f"sharding=stage1 with {option}"
+                for option in _REFUSED_WITH_STAGE_1
+                if option in options or getattr(settings, option, False) is True
             ]
         elif _sharding_of(settings):
             faults.append(f"sharding={_sharding_of(settings)}")
@@ -273,7 +277,7 @@ def _sharding_of(settings: Any) -> str:
     """What is asked for, in words; on one rank their arguments forget it."""
     sharding = getattr(settings, "sharding", None)
     stages = sharding if isinstance(sharding, list | tuple) else [sharding]
-    asked = " ".join(str(getattr(one, "value", one)) for one in stages if one)
+    asked = " ".join(str(getattr(stage, "value", stage)) for stage in stages if stage)
     return asked or (_option_of_the_command("sharding") if sharding is not None else "")
 
 

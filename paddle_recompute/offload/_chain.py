@@ -265,12 +265,15 @@ def _spread(
     groups: Sequence[tuple[str, Sequence[OffloadedTensor]]], carrier: Carrier
 ) -> list[Shard]:
     """Shards that live with one rank each."""
-    sizes = [sum(int(one.tensor.size) for one in parameters) for _, parameters in groups]
+    sizes = [
+        sum(int(parameter.tensor.size) for parameter in parameters) for _, parameters in groups
+    ]
     owners = carrier.owners(sizes)
     shards = []
     for (name, parameters), owner in zip(groups, owners, strict=True):
         members: list[Any] = [
-            (one.slot, list(one.tensor.shape), one.tensor.dtype) for one in parameters
+            (parameter.slot, list(parameter.tensor.shape), parameter.tensor.dtype)
+            for parameter in parameters
         ]
         shards.append(Shard(name, parameters, OwnSlot, OwnedShard(carrier, name, owner, members)))
     return shards

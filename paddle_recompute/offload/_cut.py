@@ -65,8 +65,8 @@ def sent_away() -> Iterator[dict[int, OffloadedTensor]]:
     try:
         yield offloaded
     except BaseException:
-        for one in offloaded.values():
-            one.load_permanently()
+        for offloaded_tensor in offloaded.values():
+            offloaded_tensor.load_permanently()
         raise
 
 
@@ -103,7 +103,7 @@ def chain_of(
             "one"
         )
     ranges = cut([num_bytes(layer) for layer in layers], num_shards)
-    names = names or [f"Layer {place}" for place in range(len(layers))]
+    names = names or [f"Layer {index}" for index in range(len(layers))]
     groups = [
         (f"shard {number} of {num_shards} ({names[part[0]]} to {names[part[-1]]})", own)
         for number, (part, own) in enumerate(
@@ -126,11 +126,11 @@ def _owned(
             for parameter in _travelling(layers[place]):
                 users.setdefault(id(parameter), set()).add(number)
     found: list[list[OffloadedTensor]] = [[] for _ in ranges]
-    for key, one in offloaded.items():
+    for key, offloaded_tensor in offloaded.items():
         if len(users[key]) == 1:
-            found[users[key].pop()].append(one)
+            found[users[key].pop()].append(offloaded_tensor)
         else:
-            one.load_permanently()
+            offloaded_tensor.load_permanently()
     return found
 
 

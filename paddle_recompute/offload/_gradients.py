@@ -411,7 +411,7 @@ class ChainGradients:
         assert self._sender is not None
         indices = sorted(shard.squares)
         own = [shard.squares[i].item() if shard.is_own else -math.inf for i in indices]
-        own = [math.inf if math.isnan(one) else one for one in own]  # no maximum has a NaN
+        own = [math.inf if math.isnan(number) else number for number in own]  # no maximum has a NaN
         told = self._sender.largest(own, f"the norms of {shard.name}")
         for index, value in zip(indices, told, strict=True):
             shard.squares[index] = paddle.full_like(shard.squares[index], value)

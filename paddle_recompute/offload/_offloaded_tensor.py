@@ -11,15 +11,15 @@ import numpy as np
 import paddle
 
 from paddle_recompute._paddle import guarded, released_memory
-from paddle_recompute.errors import OffloadError
-from paddle_recompute.recompute import Slot
-from paddle_recompute.replay import (
+from paddle_recompute.captured_state import (
     Stamp,
     is_written_since,
     stamp_in_place,
     watch_offloaded,
     watch_writes,
 )
+from paddle_recompute.errors import OffloadError
+from paddle_recompute.recompute import Slot
 
 if TYPE_CHECKING:
     from paddle_recompute.offload._gradients import ShardGradients

@@ -16,8 +16,8 @@ from paddle_recompute.distributed import (
     is_distributed,
     is_gloo,
     lane_of,
+    owner_ranks,
     scope_of,
-    shared_out,
     watched_on_device,
 )
 from paddle_recompute.errors import ConfigError, OffloadError
@@ -147,7 +147,7 @@ class Carrier:
                 f"num_shards is {len(sizes)}, and there are {len(self.ranks)} ranks, each of which "
                 "must own a shard with offload='ranks'; best is a multiple of that number"
             )
-        return [self.ranks[place] for place in shared_out(sizes, len(self.ranks))]
+        return [self.ranks[place] for place in owner_ranks(sizes, len(self.ranks))]
 
 
 class OwnedShard:

@@ -18,10 +18,10 @@ from paddle_recompute._paddle.backward import (
     raise_in_caller,
     watch_backward,
 )
+from paddle_recompute.captured_state import Call, Stamp, is_written_since, stamp, watch_writes
 from paddle_recompute.errors import OffloadError, RecomputeError
 from paddle_recompute.offload._chain import Chain
 from paddle_recompute.recompute import InputStorage, innermost
-from paddle_recompute.replay import Call, Stamp, is_written_since, stamp, watch_writes
 
 
 def run(
@@ -154,9 +154,9 @@ class _ShardCall:
                 self._calls.append((call, detached, output))
             if len(parts.inputs) == 1:
                 given = {id(t): i for i, t in enumerate(_nested.tensors_in(detached))}
-                for place, tensor in enumerate(_nested.tensors_in(output)):
+                for index, tensor in enumerate(_nested.tensors_in(output)):
                     if id(tensor) in given:
-                        self._passed[place] = given[id(tensor)]
+                        self._passed[index] = given[id(tensor)]
             outputs.append(output)
         with paddle.no_grad():
             joined = parts.joined(outputs, self._name)
@@ -166,19 +166,19 @@ class _ShardCall:
         """`outputs` with a gradient history that leads to `inputs` through this call."""
         tensors = list(_nested.tensors_in(inputs))
         made = list(_nested.tensors_in(outputs))
-        self._own = [place for place in range(len(made)) if place not in self._passed]
+        self._own = [index for index in range(len(made)) if index not in self._passed]
         anchor = paddle.zeros([1])
         anchor.stop_gradient = False  # an input that needs a gradient, if no other does
         self._made = tuple(made[place] for place in self._own)
         results = _Boundary.apply(self, anchor, *tensors) if self._made else []
         results = list(results) if isinstance(results, (tuple, list)) else [results]
-        for place, result in enumerate(results):
+        for index, result in enumerate(results):
             if not result.is_floating_point() and not result.is_complex():
                 result.stop_gradient = True
             else:
                 result.register_hook(self._refuse_a_second_backward)
                 # Paddle (2.6, 3.x) drops what a hook on a PyLayer's output returns.
-                results[place] = paddle.assign(result)
+                results[index] = paddle.assign(result)
         by_place = dict(zip(self._own, results, strict=True))
         by_place.update({place: tensors[i] for place, i in self._passed.items()})
         return _nested.map_tensors(_next_of([by_place[p] for p in range(len(made))]), outputs)

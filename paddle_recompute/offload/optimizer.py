@@ -14,11 +14,11 @@ from paddle_recompute._paddle.updates import (
     MASTERS,
     SCHEDULE,
     check_treats_each_alone,
-    owner_of_state,
+    parameter_of_state,
     part_of_state,
 )
 from paddle_recompute.errors import OffloadError
-from paddle_recompute.grad_sync import owner_of
+from paddle_recompute.grad_sync import offloaded_gradients_of
 from paddle_recompute.offload._chain import Chain, Shard
 from paddle_recompute.offload._gradients import OnComplete
 from paddle_recompute.offload._offloaded_tensor import OffloadedTensor
@@ -49,7 +49,7 @@ class OffloadOptimizer:
         """
         self._chains = list(chains)
         self._parameter_list = list({id(p): p for p in parameters}.values())
-        rest = [p for p in self._parameter_list if owner_of(p) is None]
+        rest = [p for p in self._parameter_list if offloaded_gradients_of(p) is None]
         self._rest = make(rest) if rest else None
         self._of_shard = {
             id(shard): make(shard.gradients.parameters)
@@ -78,7 +78,7 @@ class OffloadOptimizer:
     @property
     def shared(self) -> frozenset[str]:
         """Paddle's names of the parameters that every rank updates."""
-        return frozenset(p.name for p in self._parameter_list if owner_of(p) is None)
+        return frozenset(p.name for p in self._parameter_list if offloaded_gradients_of(p) is None)
 
     @property
     def owned(self) -> frozenset[str]:
@@ -193,7 +193,7 @@ class OffloadOptimizer:
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state_dict` of this or of the plain optimizer."""
         names = [parameter.name for parameter in self._parameter_list]
-        owners = {k: owner_of_state(k, names) for k in state if k not in (MASTERS, SCHEDULE)}
+        owners = {k: parameter_of_state(k, names) for k in state if k not in (MASTERS, SCHEDULE)}
         if self._rest is not None:
             rest = {p.name for p in parameters_of_optimizer(self._rest)}
             self._rest.set_state_dict(part_of_state(state, owners, rest))
@@ -265,7 +265,9 @@ class OffloadOptimizer:
             offloaded.release()
 
     def _value(self, shard: Shard, tensor: Any) -> Any:
-        offloaded = next((one for one in self._state[id(shard)] if one.key == id(tensor)), None)
+        offloaded = next(
+            (candidate for candidate in self._state[id(shard)] if candidate.key == id(tensor)), None
+        )
         if offloaded is None:
             return tensor
         return on_host(offloaded.numpy(), tensor.name, tensor.dtype)

@@ -1,15 +1,16 @@
 """What to recompute so that a step stays within a budget of bytes, and costs the least time.
 
-A `Job` (model, batch, loss) is measured (`measure`): a real step with all blocks recomputed, and
+`measure_costs` measures a `Job` (model, batch, loss): a real step with all blocks recomputed, and
 steps in which one call of each kind is plain. That gives `StepCosts`, plain data. `solve` finds the
-fastest choice within a budget. It makes a `RecomputePlan`, which treats the calls of a model;
+fastest choice within a budget. It makes a `RecomputePlan`, which wraps the calls of a model;
 `planning` measures a step under it, and plans anew for what was too much.
 """
 
-from paddle_recompute.planner.batch_size import extrapolated, probe
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, Timeline, maximum, simulate
+from paddle_recompute.planner.extrapolation import extrapolated, probe
 from paddle_recompute.planner.find_batch import BatchSize, find_batch_size, largest_that_fits
 from paddle_recompute.planner.job import Job
+from paddle_recompute.planner.measured_costs import measure_costs
 from paddle_recompute.planner.planning import (
     MemoryEstimate,
     estimate,
@@ -18,7 +19,7 @@ from paddle_recompute.planner.planning import (
     within_budget,
 )
 from paddle_recompute.planner.recompute_plan import RecomputePlan, make_plan
-from paddle_recompute.planner.solve import (
+from paddle_recompute.planner.search import (
     Solution,
     choices_of_policy,
     next_faster,
@@ -44,6 +45,7 @@ __all__ = [
     "largest_that_fits",
     "make_plan",
     "maximum",
+    "measure_costs",
     "next_faster",
     "plan",
     "probe",

@@ -171,7 +171,9 @@ def combined(several: Sequence[Any], merge: Merge, name: str = "") -> Any:
     """Costs of the same structure as one: each number or text in them is merged."""
     first = several[0]
     if isinstance(first, (StepCosts, CallCost, Event)):
-        parts = {one.name: [getattr(own, one.name) for own in several] for one in fields(first)}
+        parts = {
+            field.name: [getattr(own, field.name) for own in several] for field in fields(first)
+        }
         return replace(first, **{key: combined(own, merge, key) for key, own in parts.items()})
     if isinstance(first, dict):
         return {key: combined([own[key] for own in several], merge, name) for key in first}
@@ -183,10 +185,13 @@ def combined(several: Sequence[Any], merge: Merge, name: str = "") -> Any:
 def have_same_calls(several: Sequence[StepCosts]) -> bool:
     """Whether the steps consist of the same calls and events."""
     described = [
-        ([call.unit for call in one.calls], [(event.kind, event.call) for event in one.events])
-        for one in several
+        (
+            [call.unit for call in step_costs.calls],
+            [(event.kind, event.call) for event in step_costs.events],
+        )
+        for step_costs in several
     ]
-    return all(one == described[0] for one in described)
+    return all(other == described[0] for other in described)
 
 
 def maximum(everywhere: Sequence[StepCosts]) -> StepCosts:

@@ -13,13 +13,13 @@ from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.distributed import is_distributed, reduce_numbers
 from paddle_recompute.errors import PlanError
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.planner.batch_size import extrapolated, probe, with_rows
+from paddle_recompute.planner.extrapolation import extrapolated, probe, with_rows
 from paddle_recompute.planner.job import Job, LossFn, check_count
-from paddle_recompute.planner.measure import Progress
+from paddle_recompute.planner.measured_costs import Progress
 from paddle_recompute.planner.planning import bytes_of_budget
 from paddle_recompute.planner.planning import verified as verified_plan
 from paddle_recompute.planner.recompute_plan import RecomputePlan, infeasible, make_plan
-from paddle_recompute.planner.solve import smallest, solve
+from paddle_recompute.planner.search import smallest, solve
 
 
 @dataclass(frozen=True)

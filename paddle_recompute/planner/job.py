@@ -19,13 +19,12 @@ from paddle_recompute._paddle.layers import (
 )
 from paddle_recompute._paddle.updates import keeps_master_weights
 from paddle_recompute.contrastive import GradCache
+from paddle_recompute.distributed import parts_of_owners
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.blocks import planned_blocks
-from paddle_recompute.planner.costs import StepCosts
-from paddle_recompute.planner.measure import Progress, measure_step
 from paddle_recompute.planner.signatures import structure_of
-from paddle_recompute.sharding import inner_of, parts_of_ranks
+from paddle_recompute.sharding import inner_of
 from paddle_recompute.train_step import check_one_loss, inputs_of_cache
 
 LossFn = Callable[[Any, Any], paddle.Tensor]
@@ -102,10 +101,6 @@ class Job:
                 )
             loss.backward()
 
-    def measure(self, *, only_bytes: bool = False, progress: Progress | None = None) -> StepCosts:
-        """`measure_step` of this job."""
-        return measure_step(self, only_bytes=only_bytes, progress=progress)
-
     @property
     def clips(self) -> bool:
         """Whether the update makes a copy of the gradients."""
@@ -125,7 +120,7 @@ class Job:
             found += loss.parameters()
         if self.optimizer is not None:  # of a loss that `loss_fn` calls
             found += parameters_of_optimizer(self.optimizer)
-        return list({id(one): one for one in found}.values())
+        return list({id(parameter): parameter for parameter in found}.values())
 
     def held(self) -> dict[str, int]:
         """Bytes by part that every step begins with, whether they exist already or not."""
@@ -150,7 +145,7 @@ class Job:
         optimizer = inner_of(self.optimizer)
         name = type(optimizer).__name__
         updated = parameters_of_optimizer(optimizer) or self.parameters()
-        parts = parts_of_ranks([p for p in updated if not p.stop_gradient], ranks)
+        parts = parts_of_owners([p for p in updated if not p.stop_gradient], ranks)
         trained = max(parts, key=lambda part: sum(int(p.size) for p in part))
         numel = sum(int(p.size) for p in trained)
         # With the learning rate, a number of four bytes.

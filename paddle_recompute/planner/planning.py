@@ -15,12 +15,12 @@ from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.options import RecomputeConfig, byte_count
-from paddle_recompute.planner.batch_size import costs_of_batch
 from paddle_recompute.planner.costs import StepCosts, Timeline, simulate
+from paddle_recompute.planner.extrapolation import costs_of_batch
 from paddle_recompute.planner.job import Job, LossFn
-from paddle_recompute.planner.measure import Progress, untouched
+from paddle_recompute.planner.measured_costs import Progress, measure_costs, untouched
 from paddle_recompute.planner.recompute_plan import RecomputePlan, infeasible, make_plan
-from paddle_recompute.planner.solve import Units, choices_of_policy, smallest
+from paddle_recompute.planner.search import Units, choices_of_policy, smallest
 
 MOST_CORRECTIONS = 3
 """How often a plan whose measured step was above the budget is made anew."""
@@ -208,7 +208,7 @@ def plan(
         checkpoints=checkpoints,
         **options,
     )
-    costs = job.measure(progress=progress)
+    costs = measure_costs(job, progress=progress)
     patterns = None if checkpoints is None else tuple(checkpoints)
     found = make_plan(
         costs,

@@ -17,8 +17,8 @@ from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import StepCosts, Timeline, simulate
-from paddle_recompute.planner.measure import treat_units
-from paddle_recompute.planner.solve import Solution, Units, next_faster, smallest, solve
+from paddle_recompute.planner.measured_costs import treat_units
+from paddle_recompute.planner.search import Solution, Units, next_faster, smallest, solve
 from paddle_recompute.recompute import first_wrapped_part, undo_recompute
 
 FORMAT = 6

@@ -15,16 +15,16 @@ def structure_of(layer: paddle.nn.Layer) -> tuple[Any, ...]:
     return tuple(
         (
             name,
-            type(one).__qualname__,
-            one.extra_repr(),
-            one.training,
-            _settings(one),
+            type(sublayer).__qualname__,
+            sublayer.extra_repr(),
+            sublayer.training,
+            _settings(sublayer),
             tuple(
                 (key, tuple(p.shape), str(p.dtype), p.stop_gradient)
-                for key, p in one.named_parameters(include_sublayers=False)
+                for key, p in sublayer.named_parameters(include_sublayers=False)
             ),
         )
-        for name, one in layer.named_sublayers(include_self=True)
+        for name, sublayer in layer.named_sublayers(include_self=True)
     )
 
 

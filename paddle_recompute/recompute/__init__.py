@@ -5,6 +5,7 @@
 that a configuration selects.
 """
 
+from paddle_recompute.captured_state import is_recomputing
 from paddle_recompute.recompute._hooks import innermost
 from paddle_recompute.recompute._observed import observed
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
@@ -39,7 +40,6 @@ from paddle_recompute.recompute.wrapping import (
     wrap_calls,
     wrapped_layers,
 )
-from paddle_recompute.replay import is_recomputing
 
 __all__ = [
     "OFFLOADS",

@@ -18,8 +18,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.backward import after_each_backward, current_backward, watch_backward
-from paddle_recompute.errors import listed
-from paddle_recompute.replay import (
+from paddle_recompute.captured_state import (
     Stamp,
     is_recomputing,
     is_written_since,
@@ -27,6 +26,7 @@ from paddle_recompute.replay import (
     stamp,
     watch_writes,
 )
+from paddle_recompute.errors import listed
 
 _logger = logging.getLogger("paddle_recompute")
 

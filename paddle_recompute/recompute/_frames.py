@@ -38,6 +38,7 @@ from paddle_recompute._paddle.gradients import (
     watch_hooks,
 )
 from paddle_recompute._paddle.saved_tensors import MetadataLists, dtype_of
+from paddle_recompute.captured_state import Call
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import (
     Recorder,
@@ -55,7 +56,6 @@ from paddle_recompute.recompute._recomputation import (
     Recomputation,
     checksum,
 )
-from paddle_recompute.replay import Call
 
 
 class FrameHandle(SavedHandle):
@@ -79,7 +79,8 @@ class FrameHandle(SavedHandle):
                 # The second run failed: Paddle never frees the argument of such a hook.
                 if frame.is_released and not frame._failed:
                     self.frame = _RELEASED
-        value = self.take(is_last or not frame.is_released, itself)
+        # Under ``retain_graph`` Paddle (2.6, 3.x) holds the memory in the graph anyway.
+        value = self.take(is_last, itself)
         if is_last and not frame.is_released:
             if not self.is_spent:
                 self.is_spent = True
@@ -115,6 +116,8 @@ class Frame:
     """A call that is recomputed: what its first run saved, and its inputs until the backward."""
 
     observer: ClassVar[Observer | None] = None
+    again: Any = Recomputation
+    """Makes what receives the tensors of the second run."""
 
     def __init__(self, call: Call | None) -> None:
         self.call = call
@@ -267,7 +270,7 @@ class Frame:
     def _recompute(self) -> None:
         call, handles = self.call, self._live_handles()
         assert call is not None
-        again = Recomputation(
+        again = self.again(
             call, self.kept, self._end_of_forward, self.metadata, self.checksums, handles
         )
         args, kwargs = fetch(self._inputs)

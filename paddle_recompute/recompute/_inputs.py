@@ -11,11 +11,11 @@ from paddle_recompute import _nested
 from paddle_recompute._nested import describe
 from paddle_recompute._paddle.backward import is_last_backward
 from paddle_recompute._paddle.layers import is_initialized, is_parameter
+from paddle_recompute.captured_state import Stamp, is_written_since, released
+from paddle_recompute.captured_state import stamp as stamp_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import SavedHandle
 from paddle_recompute.recompute._offload import InputStorage
-from paddle_recompute.replay import Stamp, is_written_since, released
-from paddle_recompute.replay import stamp as stamp_of
 
 
 class Input:
@@ -51,7 +51,7 @@ class Input:
                 raise RecomputeError(
                     f"{self.what} ({_named(source)}) of a recomputed function was changed in place "
                     "between its forward and its backward, so the forward cannot be repeated. Run "
-                    "the backward before the change, or change a copy."
+                    "the backward before the change, or change a copy (reshape for reshape_)."
                 )
         if _nested.is_tensor(source):
             if is_parameter(source):

@@ -19,9 +19,9 @@ from paddle_recompute._paddle.saved_tensors import (
     version_of,
     without_graph,
 )
+from paddle_recompute.captured_state import RECOMPUTATION_ADVICE, Call, RngState
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import SavedHandle
-from paddle_recompute.replay import RECOMPUTATION_ADVICE, Call, RngState
 
 
 class KeptCall(NamedTuple):
@@ -64,23 +64,6 @@ class Recomputation:
         checksums: Of their values, by number; empty: values are not compared.
         handles: Of the first run; None where it is not in the graph any more.
     """
-
-    __slots__ = (
-        "_checks_each_tensor",
-        "_checksums",
-        "_difference",
-        "_first",
-        "_handles",
-        "_is_matched",
-        "_kept",
-        "_layouts",
-        "_metadata",
-        "_versions",
-        "call",
-        "end",
-        "has_ended",
-        "kept",
-    )  # fmt: skip
 
     def __init__(
         self,

@@ -17,8 +17,11 @@ from paddle_recompute._paddle.backward import watch_backward
 from paddle_recompute._paddle.fleet_recompute import fleet_recompute, options_of
 from paddle_recompute._paddle.translation import never_translate, set_translator
 from paddle_recompute._paddle.version import is_dygraph
+from paddle_recompute.captured_state import Call, watch_writes
 from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.recompute import _without_recompute
+from paddle_recompute.recompute._debug import IS_ON as IS_DEBUGGED
+from paddle_recompute.recompute._debug import DebuggedFrame
 from paddle_recompute.recompute._frames import (
     Frame,
     HooksAreTaken,
@@ -27,7 +30,6 @@ from paddle_recompute.recompute._frames import (
 )
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
 from paddle_recompute.recompute.program.marked_call import BY_ITSELF, Mark, run_marked
-from paddle_recompute.replay import Call, watch_writes
 
 DeterminismCheck = Literal["default", "values", "none"]
 Offload = Literal["none", "host", "disk"]
@@ -46,6 +48,7 @@ class RecomputeOptions:
     determinism_check: DeterminismCheck = "default"
     offload: Offload | None = None
     context_fn: ContextFn | None = None
+    debug: bool = False
 
     def __post_init__(self) -> None:
         """Raise if a value is not allowed."""
@@ -61,7 +64,7 @@ class RecomputeOptions:
 
 
 _DEFAULT = RecomputeOptions()
-_DEFAULTS = (True, "default", None, None)
+_DEFAULTS = (True, "default", None, None, False)
 
 
 @paddle.jit.not_to_static
@@ -75,57 +78,88 @@ def recompute(
     offload: Offload | None = None,
     offload_indices: Sequence[int] = (),
     context_fn: ContextFn | None = None,
+    debug: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Call ``function(*args, **kwargs)``; keep its inputs for the backward, not its activations.
 
     The backward runs `function` a second time and uses the activations of that second forward. This
-    costs one extra forward. Outputs, gradients, random streams and buffers are those of the plain
-    call. Replaces ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
+    costs one extra forward, also for several backwards through the call (``retain_graph=True``).
+    Outputs, gradients, RNG state and buffers are bitwise identical to those of the plain call.
+    Replaces ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
 
     Under ``paddle.no_grad`` the function is called once and nothing is kept. While a Program is
     being built (``paddle.enable_static``, ``paddle.jit.to_static``) the call is only marked.
     `static_graph.minimize`, or the function that `to_static` returns (Paddle 3.3), recomputes it.
 
-    The same thing twice:
-        *Restored by the library.* What `function` reaches (closure variables, defaults, globals
-        that it names, attributes at any depth, items of lists and dicts, sublayers, parameters) has
-        in the second forward the value that it had in the first, even if other code has replaced it
-        meanwhile. Buffers of Layers (BatchNorm statistics, power iterations, ...) are updated once,
-        as in a plain call; flags, ``stop_gradient``, random streams, context variables and AMP
-        state are those of the first call.
+    The contract: `function` must do the same thing twice.
+        *Restored by the library.* The captured state (closure variables, defaults, globals,
+        attributes at any depth, items of lists and dicts, sublayers, parameters) has the same
+        content in both forwards, even if other code replaces it before the backward:
 
-        *Refused.* A parameter, argument or captured tensor that the second forward uses and that
-        was written to or released before the backward (by an optimizer, ``set_value``,
-        ``set_state_dict``, ``paddle.assign``, in place, or by ``_clear_dataptr``); a parameter that
-        the forward itself writes to (call it once under ``no_grad`` first); a second forward that
-        saves or returns other shapes or dtypes.
+        >>> import paddle
+        >>> from paddle_recompute import recompute
+        >>> x = paddle.ones([2, 4])
+        >>> x.stop_gradient = False
+        >>> scales = {"now": 2.0}
+        >>> y = recompute(lambda x: x * x * scales["now"], x).sum()
+        >>> scales = {"now": 3.0}
+        >>> y.backward()  # the second forward reads 2.0
+        >>> float(x.grad[0, 0])
+        4.0
 
-        *Not detected*, unless shapes or dtypes differ (or values, with
-        ``determinism_check="values"``): iterators and files that the function advances; Python
-        numbers, lists and dicts that it changes itself, such as counters, which change twice (not
-        the numbers of a Layer with buffers); opaque arguments whose content is changed between the
-        forwards; captured tensors that it changes itself in place; attributes of classes and of a
-        plain ``threading.local()``; writes by ``Tensor.exponential_``, of ``functional.batch_norm``
-        into large plain tensors, and those that bypass Paddle's Python API (``get_tensor()``,
-        DLPack, collectives, custom operators). Effects in Python, such as logging, happen in both
-        forwards; `is_recomputing` is true in the second.
+        Random numbers (dropout masks), AMP state, train/eval flags, ``stop_gradient`` and context
+        variables are those of the first forward. Buffers of Layers (BatchNorm statistics, power
+        iterations) are updated once:
+
+        >>> norm = paddle.nn.BatchNorm1D(4, momentum=0.9)
+        >>> recompute(norm, x).sum().backward()
+        >>> round(float(norm._mean[0]), 3)  # 0.9 * 0 + 0.1 * 1
+        0.1
+
+        *Refused.* RecomputeError is raised if an argument, a parameter or a captured tensor was
+        written to or released before the backward (by an optimizer, ``set_value``,
+        ``set_state_dict``, ``paddle.assign``, in place, or by ``_clear_dataptr``):
+
+        >>> layer = paddle.nn.Linear(4, 4)
+        >>> y = recompute(lambda x: layer(x).tanh(), x).sum()
+        >>> layer.weight.set_value(layer.weight * 2)
+        >>> y.backward()  # doctest: +SKIP
+        RecomputeError: the parameter 'linear_0.w_0' ([4, 4]) was changed between the forward ...
+
+        It is also raised if the forward itself writes to a parameter (call it once under
+        ``no_grad`` first), and if the second forward saves or returns other shapes or dtypes.
+
+        *Not detected* is a second forward that computes other values of the same shapes, unless
+        ``determinism_check="values"`` is set. Iterators and files advance twice:
+
+        >>> scales = iter([2.0, 3.0])
+        >>> recompute(lambda x: (x * next(scales)).exp(), x).sum().backward()  # wrong gradient
+
+        Also not detected: Python numbers, lists and dicts that the function changes itself, such as
+        counters, which count both forwards (except the numbers of a Layer with buffers); opaque
+        arguments whose content is changed between the forwards; captured tensors that the function
+        changes in place; attributes of classes and of a plain ``threading.local()``; writes by
+        ``Tensor.exponential_``, of ``functional.batch_norm`` into large plain tensors, and those
+        that bypass Paddle's Python API (``get_tensor()``, DLPack, collectives, custom operators).
+        Side effects, such as logging, happen in both forwards; `is_recomputing` is true in the
+        second.
 
     Several threads may call it at the same time. Paddle has one random stream for all threads. If a
     function draws while another thread draws, the backward raises, as far as this can be detected.
     A Layer with buffers must be used by one thread at a time.
 
     Args:
-        function: A Layer or any callable. It must do the same thing when it is called again: see
-            "The same thing twice". None: a decorator is returned, whose functions are recomputed
-            with these options: ``@recompute()``, ``recompute(preserve_rng_state=True)(function)``.
+        function: A Layer or any callable. See "The contract". None: a decorator is returned, whose
+            functions are recomputed with these options: ``@recompute()``,
+            ``recompute(preserve_rng_state=True)(function)``.
         *args: Arguments of `function`: tensors of any dtype, also nested in tuples, lists, dicts
             and dataclasses, and other values. Tensors must not be changed in place before the
             backward.
         preserve_rng_state: Draw the same random numbers of Paddle, NumPy and Python in both
             forwards (needed for dropout). False saves some microseconds if the function draws none.
         preserve_external_rng_state: Accepted as in Paddle's development branch; it has no effect.
-            The streams of NumPy and Python are read only where `function` may draw from them.
+            The RNG state of NumPy and Python is captured only if `function` may draw from them.
         use_reentrant: Accepted for compatibility with Paddle; it has no effect. True is logged
             once.
         determinism_check: ``"default"`` compares number, shape and dtype of the tensors that both
@@ -135,9 +169,14 @@ def recompute(
             a CPU it has no effect and warns once), ``"disk"`` (a temporary file, which the system
             removes even after a crash), or None (the device).
         offload_indices: Positions in `args` of tensors to keep on the host, as in Paddle 3.x.
-        context_fn: Returns two context managers: `function` runs inside of the first one in its
-            first forward and of the second one in its second. It is called for each first forward,
-            and again for each second one after the first of these (``retain_graph=True``).
+        context_fn: Returns two context managers, one for each forward. It is called once per call
+            of `recompute`, and again if a second forward failed and another backward repeats it.
+        debug: Where the second forward differs, the error names the operation, the Layer and the
+            line of the first saved tensor that differs, in both forwards. Another function of
+            Paddle is a difference too, even if what it saves has the same shape. Costs about 10 us
+            per saved tensor. ``PADDLE_RECOMPUTE_DEBUG=1`` in the environment, when the library is
+            imported, stands for True everywhere. Without effect in a Program: no second forward
+            runs in Python there.
         **kwargs: Keyword arguments of `function`.
 
     Returns:
@@ -166,14 +205,15 @@ def recompute(
         log_reentrant()
     if function is not None and kwargs:
         refuse_unknown_options(function, kwargs)
-    options, given = _DEFAULT, (preserve_rng_state, determinism_check, offload, context_fn)
+    given = preserve_rng_state, determinism_check, offload, context_fn, debug
+    options = _DEFAULT
     if given != _DEFAULTS:
         options = RecomputeOptions(*given)
     if function is None:
         if args or kwargs or offload_indices:
             raise ConfigError(
                 "recompute() without a function returns a decorator and takes its options alone: "
-                "preserve_rng_state, determinism_check, offload, context_fn"
+                "preserve_rng_state, determinism_check, offload, context_fn, debug"
             )
         return functools.partial(_decorated, options)
     storage = None
@@ -183,7 +223,7 @@ def recompute(
 
 
 def _decorated(options: RecomputeOptions, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose every call is recomputed."""
+    """A function that calls `function` under recompute."""
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -198,10 +238,10 @@ _OF_FLEET = frozenset(
 
 
 def refuse_unknown_options(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Raise if `kwargs` has an option of fleet's recompute that ours does not have.
+    """Refuse options of fleet's recompute that this `recompute` does not have.
 
     Raises:
-        ConfigError: It has one, and `function` has no parameter of that name.
+        ConfigError: `kwargs` has such an option, and `function` has no parameter of its name.
     """
     unknown = (options_of(fleet_recompute, "kwargs.pop") - _OF_FLEET).intersection(kwargs)
     if not unknown:
@@ -235,19 +275,19 @@ def run_recomputed(
     name: str = "",
     mark: Mark = BY_ITSELF,
 ) -> Any:
-    """`recompute` with its options in one object, so that `kwargs` may have any name.
+    """`recompute`, with its options in one object, so that `kwargs` may have any name.
 
     Args:
         function: The function to call.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         options: The options of `recompute`.
-        storage: Where its inputs are kept, if not where the options say.
-        name: Its name in errors; "": its own name.
-        mark: How it is marked in a Program.
+        storage: Keeps the inputs; None: as ``options.offload`` says.
+        name: Name in errors; "": the name of `function`.
+        mark: The mark of the call in a Program.
 
     Raises:
-        ConfigError: In dygraph, the call is part of a segment.
+        ConfigError: In dygraph, `mark` joins the call with others to a segment.
     """
     if _without_recompute.num_running:
         return function(*args, **kwargs)
@@ -281,7 +321,8 @@ def run_recomputed(
                 "every_n, or name other parts in checkpoints: a Sequential of several blocks is "
                 "recomputed as one"
             )
-        return Frame(call).record(storage, args, kwargs)
+        frame = DebuggedFrame(call) if options.debug or IS_DEBUGGED else Frame(call)
+        return frame.record(storage, args, kwargs)
     except HooksAreTaken:
         raise RecomputeError(
             f"recompute({call.name}): other saved_tensors_hooks are in force, and Paddle allows "

@@ -30,6 +30,13 @@ from paddle_recompute._paddle.static.marks import kept_operators
 from paddle_recompute._paddle.translation import never_translate
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute._paddle.writes import address_of
+from paddle_recompute.captured_state import (
+    RECOMPUTATION_ADVICE,
+    StateAfter,
+    is_written_since,
+    name_of,
+)
+from paddle_recompute.captured_state import stamp as stamp_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _inputs
 from paddle_recompute.recompute._frames import Frame, is_inside_recomputation
@@ -43,8 +50,6 @@ from paddle_recompute.recompute._hooks import (
 from paddle_recompute.recompute._offload import InputStorage, OnDevice
 from paddle_recompute.recompute._recomputation import EndOfForward, KeptCall, Recomputation
 from paddle_recompute.recompute.layer import WrappedLayer
-from paddle_recompute.replay import RECOMPUTATION_ADVICE, StateAfter, is_written_since, name_of
-from paddle_recompute.replay import stamp as stamp_of
 
 
 @paddle.jit.not_to_static

@@ -12,6 +12,7 @@ import paddle
 from paddle_recompute._paddle.counting import around_counting
 from paddle_recompute._paddle.translation import never_translate, never_translate_files_below
 from paddle_recompute._paddle.version import is_dygraph
+from paddle_recompute.captured_state import is_recomputing, name_of
 from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._frames import is_inside_a_frame
 from paddle_recompute.recompute.function import (
@@ -22,7 +23,6 @@ from paddle_recompute.recompute.function import (
     run_recomputed,
 )
 from paddle_recompute.recompute.program.marked_call import BY_ITSELF, Mark
-from paddle_recompute.replay import is_recomputing, name_of
 
 never_translate_files_below(os.path.dirname(__file__))
 _wrapped_classes: dict[tuple[type, type], type[paddle.nn.Layer]] = {}

@@ -52,7 +52,7 @@ class ParameterAllGather:
         ranks = self._scope.ranks
         owner = {id(p): rank for rank, part in zip(ranks, parts, strict=True) for p in part}
         filled = [parameter for parameter in parameters if parameter.size]
-        self._pieces = [piece for one in _segments(filled) for piece in _pieces(one, owner)]
+        self._pieces = [piece for segment in _segments(filled) for piece in _pieces(segment, owner)]
         self._of_lanes: list[list[Piece]] = [[] for _ in LANES]
         num_before = [0, 0]
         for piece in self._pieces:
@@ -116,16 +116,16 @@ def _carry(owner: int, tensors: Sequence[paddle.Tensor], group: Group | None) ->
         dist.broadcast(tensors[0], src=owner, group=group)
         return
     is_own = dist.get_rank() == owner
-    sizes = [int(one.size) for one in tensors]
+    sizes = [int(tensor.size) for tensor in tensors]
     flat = joined(tensors, []) if is_own else paddle.empty([sum(sizes)], tensors[0].dtype)
     dist.broadcast(flat, src=owner, group=group)
     begin = 0
-    for one, size in zip(tensors, sizes, strict=True) if not is_own else ():
-        piece = flat[begin : begin + size].reshape(one.shape)
-        if is_parameter(one):  # not assign(), which raises inplace_version, as no optimizer does
-            one.copy_(piece, False)
+    for tensor, size in zip(tensors, sizes, strict=True) if not is_own else ():
+        piece = flat[begin : begin + size].reshape(tensor.shape)
+        if is_parameter(tensor):  # not assign(), which raises inplace_version, as no optimizer does
+            tensor.copy_(piece, False)
         else:  # not copy_(), which counts another write than that of the update (`note_write`)
-            paddle.assign(piece, one)
+            paddle.assign(piece, tensor)
         begin += size
 
 

@@ -9,19 +9,20 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute._paddle.updates import MASTERS, SCHEDULE, owner_of_state, part_of_state
+from paddle_recompute._paddle.updates import MASTERS, SCHEDULE, parameter_of_state, part_of_state
 from paddle_recompute._paddle.walk import ParameterWalk
+from paddle_recompute.captured_state import note_write
 from paddle_recompute.distributed import (
     agree_on_parameters,
     first_that_differs,
     gathered,
     is_distributed,
+    parts_of_owners,
     scope_of,
 )
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
-from paddle_recompute.replay import note_write
 from paddle_recompute.sharding._all_gather import ParameterAllGather
-from paddle_recompute.sharding._owners import check_model, check_optimizer, parts_of_ranks
+from paddle_recompute.sharding._supported import check_model, check_optimizer
 
 
 class ShardedOptimizer:
@@ -82,7 +83,7 @@ class ShardedOptimizer:
         self._known = {id(parameter) for parameter in self._parameter_list}
         self._walk = ParameterWalk(model)
         self._all_gather: ParameterAllGather | None = None
-        parts = parts_of_ranks(self._parameter_list, len(ranks))
+        parts = parts_of_owners(self._parameter_list, len(ranks))
         own = parts[0]
         if len(ranks) > 1:
             agree_on_parameters(
@@ -114,9 +115,9 @@ class ShardedOptimizer:
         """
         self._check_whole()
         new = [
-            one.name
-            for one in self._walk.parameters()
-            if id(one) not in self._known and not one.stop_gradient
+            p.name
+            for p in self._walk.parameters()
+            if id(p) not in self._known and not p.stop_gradient
         ]
         if new:
             raise ConfigError(
@@ -164,9 +165,9 @@ class ShardedOptimizer:
         schedule = state.pop(SCHEDULE, None)
         # Paddle's names count the Layers of a process, so ranks may differ in them.
         masters = state.pop(MASTERS, {})
-        own = {f"{self._index(name)}:{MASTERS}": one for name, one in masters.items()}
+        own = {f"{self._index(name)}:{MASTERS}": master for name, master in masters.items()}
         for key, value in state.items():
-            owner = owner_of_state(key, self.owned)
+            owner = parameter_of_state(key, self.owned)
             own[f"{self._index(owner)}:{key[len(owner) :]}"] = value
         whole: dict[str, Any] = {}
         for key, value in self.gathered(own).items():
@@ -186,7 +187,7 @@ class ShardedOptimizer:
             CheckpointError: An entry is of no parameter of the model.
         """
         known = {p.name for p in (*self._parameter_list, *self._model.parameters())}
-        owners = {k: owner_of_state(k, known) for k in state if k not in (MASTERS, SCHEDULE)}
+        owners = {k: parameter_of_state(k, known) for k in state if k not in (MASTERS, SCHEDULE)}
         foreign = [key for key, owner in owners.items() if not owner]
         foreign += [name for name in state.get(MASTERS, {}) if name not in known]
         if foreign:
@@ -232,7 +233,7 @@ class ShardedOptimizer:
     def _names(self) -> list[str]:
         """Structured names of the parameters; of one that has left the model, Paddle's name."""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        return [names.get(id(one), one.name) for one in self._parameter_list]
+        return [names.get(id(p), p.name) for p in self._parameter_list]
 
     def _index(self, name: str) -> int:
         return [parameter.name for parameter in self._parameter_list].index(name)

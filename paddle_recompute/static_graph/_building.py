@@ -150,13 +150,20 @@ def trained_parameters(model: paddle.nn.Layer) -> list[Any]:
     """The parameters of `model` that are not frozen; those of the loss last, as in dygraph, where
     the order decides the last bit of the gradient norm.
     """
-    trained = [(name, one) for name, one in model.named_parameters() if not one.stop_gradient]
-    return [one for _, one in sorted(trained, key=lambda pair: pair[0].startswith(LOSS_PREFIX))]
+    trained = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if not parameter.stop_gradient
+    ]
+    return [
+        parameter
+        for _, parameter in sorted(trained, key=lambda pair: pair[0].startswith(LOSS_PREFIX))
+    ]
 
 
 def modes_of(model: paddle.nn.Layer) -> dict[str, bool]:
     """Which sublayers are in ``train()``, by name."""
-    return {name: one.training for name, one in model.named_sublayers(include_self=True)}
+    return {name: layer.training for name, layer in model.named_sublayers(include_self=True)}
 
 
 def names_in_scope(model: paddle.nn.Layer, optimizer: Any) -> dict[str, dict[str, str]]:

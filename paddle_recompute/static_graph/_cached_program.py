@@ -88,9 +88,12 @@ class ProgramCache:
     def in_dygraph(self, model: Any, micro_batch: Any, loss_scale: float) -> float:
         """The loss in dygraph; its gradient times `loss_scale` is added to ``.grad``."""
         pair = self.encode if isinstance(self.encode, tuple) else (self.encode,) * 2
-        known = {one: model if one is _call else functools.partial(one, model) for one in pair}
+        known = {
+            encoder: model if encoder is _call else functools.partial(encoder, model)
+            for encoder in pair
+        }
         inputs, loss_arguments = inputs_of_cache(micro_batch)
-        loss = self.over(tuple(known[one] for one in pair)).backward(
+        loss = self.over(tuple(known[encoder] for encoder in pair)).backward(
             *inputs, loss_scale=loss_scale, loss_arguments=loss_arguments
         )
         return float(loss)
@@ -139,8 +142,8 @@ class CachedProgram:
             )
         with training.dygraph_mode():
             of_loss = {
-                name: (list(one.shape), training.dtype_name(one.dtype))
-                for name, one in _parameters_of(loss).items()
+                name: (list(parameter.shape), training.dtype_name(parameter.dtype))
+                for name, parameter in _parameters_of(loss).items()
             }
         inner = next((name for name in of_loss if "." in name), None)
         if inner is not None:
@@ -150,18 +153,20 @@ class CachedProgram:
             )
         known: dict[Encode, list[ChunkPrograms]] = {}
         with training.static_mode():
-            for place, (batch, spec) in enumerate(zip(inputs, specs, strict=True)):
-                encode = pair[min(place, 1)]
+            for index, (batch, spec) in enumerate(zip(inputs, specs, strict=True)):
+                encode = pair[min(index, 1)]
                 feeds = Feeds(batch, spec, any_rows=True)
-                if all(not feeds.is_like(one.feeds) for one in known.setdefault(encode, [])):
+                if all(
+                    not feeds.is_like(program.feeds) for program in known.setdefault(encode, [])
+                ):
                     known[encode].append(ChunkPrograms.build(builder, encode, feeds))
-            every = [one for programs in known.values() for one in programs]
-            has_gradient = {name for one in every for name in one.gradients}
+            every = [program for programs in known.values() for program in programs]
+            has_gradient = {name for program in every for name in program.gradients}
             norm, sums, in_training, state, main = _update(builder, of_loss, has_gradient)
-        encoders = {one: ProgramEncoder(known[one], state) for one in known}
-        explained = next((one.backward.main for one in every if one.backward), main)
+        encoders = {encoder: ProgramEncoder(known[encoder], state) for encoder in known}
+        explained = next((program.backward.main for program in every if program.backward), main)
         with training.dygraph_mode():
-            cache = wanted.over(tuple(encoders[one] for one in pair))
+            cache = wanted.over(tuple(encoders[encoder] for encoder in pair))
             built = cls(norm, cache, loss, set(of_loss), sums, explained, in_training, state, main)
             if loss is not None:
                 built._set_parameters_of_loss()
@@ -190,8 +195,8 @@ class CachedProgram:
             weights: The factor of each loss in their mean.
         """
         return [
-            self._backward(one, weight / len(feeds))
-            for one, weight in zip(feeds, weights, strict=True)
+            self._backward(feed, weight / len(feeds))
+            for feed, weight in zip(feeds, weights, strict=True)
         ]
 
     def _backward(self, micro_batch: Any, loss_scale: float) -> float:
@@ -200,7 +205,10 @@ class CachedProgram:
         with training.dygraph_mode():
             self._read_parameters_of_loss()
             loss = self.cache.backward(
-                *(_nested.map_tensors(lambda tensor: tensor.numpy(), one) for one in inputs),
+                *(
+                    _nested.map_tensors(lambda tensor: tensor.numpy(), structure)
+                    for structure in inputs
+                ),
                 loss_scale=loss_scale,
                 loss_arguments=_nested.map_leaves(_as_tensor, loss_arguments),
             )
@@ -232,7 +240,7 @@ class CachedProgram:
 
     def _drop_gradients(self) -> None:
         sums = self.state.get(self.sums)
-        self.state.set({name: np.zeros_like(one) for name, one in sums.items()})
+        self.state.set({name: np.zeros_like(array) for name, array in sums.items()})
         for parameter in _parameters_of(self.loss).values():
             parameter.clear_gradient(False)
 
@@ -245,9 +253,9 @@ class CachedProgram:
             of_loss = _parameters_of(self.loss)
             found = {
                 name: of_loss[name].grad.numpy() if name in of_loss else array
-                for name, one in self.state.variables["model"].items()
-                if sum_of(one) in self.sums
-                for array in self.state.get([sum_of(one)]).values()
+                for name, variable in self.state.variables["model"].items()
+                if sum_of(variable) in self.sums
+                for array in self.state.get([sum_of(variable)]).values()
                 if name not in of_loss or of_loss[name].grad is not None
             }
             return np.array(losses, "float32"), found
@@ -281,7 +289,11 @@ Built = TrainedProgram | CachedProgram
 def _parameters_of(loss: paddle.nn.Layer | None) -> dict[str, paddle.Tensor]:
     """The trained parameters of the loss, by structured name."""
     named = loss.named_parameters() if loss is not None else ()
-    return {f"{LOSS_PREFIX}{name}": one for name, one in named if not one.stop_gradient}
+    return {
+        f"{LOSS_PREFIX}{name}": parameter
+        for name, parameter in named
+        if not parameter.stop_gradient
+    }
 
 
 def _update(
@@ -304,7 +316,7 @@ def _update(
     with builder.program() as (main, startup):
         model = builder.model(recompute=False)
         _add_parameters_of_loss(model, of_loss)
-        named = {one.name: name for name, one in model.named_parameters()}
+        named = {p.name: name for name, p in model.named_parameters()}
         sums, terms = {}, []
         for parameter in trained_parameters(model):
             if parameter.name in has_gradient or named[parameter.name] in of_loss:

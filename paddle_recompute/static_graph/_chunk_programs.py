@@ -104,7 +104,7 @@ class ProgramEncoder(OwnBackward):
     def __init__(self, known: list[ChunkPrograms], state: ScopeState) -> None:
         self._known = known
         self._state = state
-        self._statistics = sorted({name for one in known for name in one.statistics})
+        self._statistics = sorted({name for program in known for name in program.statistics})
         self._last: dict[str, NDArray[Any]] = {}
 
     def __call__(self, batch: Any) -> Any:
@@ -171,7 +171,7 @@ def _forward(
     structure, found = _nested.taken_out(returned, training.is_variable)
     leaves = _nested.named_leaves(returned, "output")
     paths = [path for path, leaf in leaves if training.is_variable(leaf)]
-    dtypes = [training.dtype_name(one.dtype) for one in found]
+    dtypes = [training.dtype_name(output.dtype) for output in found]
     if not any(map(_is_floating, dtypes)):
         raise StaticGraphError(
             "the encoder of a gradient cache returned no floating-point variable, so the loss "
@@ -180,8 +180,8 @@ def _forward(
     with native().in_float32():
         # bfloat16 fits into float32 to the last bit; NumPy has none.
         found = [
-            one.astype("float32") if _is_floating(dtype) else one
-            for one, dtype in zip(found, dtypes, strict=True)
+            output.astype("float32") if _is_floating(dtype) else output
+            for output, dtype in zip(found, dtypes, strict=True)
         ]
     return _Forward(found, structure, paths, dtypes, main)
 
@@ -190,10 +190,10 @@ def _weighted(forward: _Forward) -> Any:
     """The scalar whose gradient is that of a chunk; None: no output has a gradient."""
     terms = []
     with native().in_float32():
-        for number, one in enumerate(forward.outputs):
-            if _is_floating(forward.dtypes[number]) and not one.stop_gradient:
-                gradient = paddle.static.data(_GRADIENT.format(number), one.shape, "float32")
-                terms.append((one * gradient).sum())
+        for number, output in enumerate(forward.outputs):
+            if _is_floating(forward.dtypes[number]) and not output.stop_gradient:
+                gradient = paddle.static.data(_GRADIENT.format(number), output.shape, "float32")
+                terms.append((output * gradient).sum())
         return paddle.add_n(terms) if terms else None
 
 

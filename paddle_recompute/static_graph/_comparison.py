@@ -25,6 +25,7 @@ from paddle_recompute._paddle.flat import is_frozen
 from paddle_recompute._paddle.static import buffers, training
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
 from paddle_recompute._paddle.walk import ParameterWalk
+from paddle_recompute.captured_state import ModelStamp, RngState
 from paddle_recompute.comparison import (
     GRADIENT_OF,
     LATER,
@@ -41,7 +42,6 @@ from paddle_recompute.comparison import (
 )
 from paddle_recompute.distributed import is_distributed, mean_of_array, sum_over_ranks
 from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
-from paddle_recompute.replay import ModelStamp, RngState
 from paddle_recompute.static_graph._building import ProgramBuilder
 from paddle_recompute.static_graph._cached_program import Built
 from paddle_recompute.static_graph._trained_program import Arrays
@@ -54,7 +54,7 @@ times the loss to ``.grad``.
 
 
 @dataclass
-class _Step:
+class _ComparedStep:
     """The step that is compared.
 
     Attributes:
@@ -116,7 +116,9 @@ class Comparison:
             raise StaticGraphError(self._refused)
         changes = [stamp.change() for stamp in self._stamps]
         then = self._frozen
-        self._frozen = [is_frozen(one) for walk in self._walks for one in walk.parameters()]
+        self._frozen = [
+            is_frozen(parameter) for walk in self._walks for parameter in walk.parameters()
+        ]
         self._shapes |= shapes
         is_due = self._occasions.is_next_one(frozenset(self._shapes))
         return is_due or any(changes) or self._frozen != then
@@ -136,7 +138,11 @@ class Comparison:
             values = built.state.get(set(known.values()))
             parameters = self._named("named_parameters").items()
             trained = sorted(
-                {known[name] for name, one in parameters if name in known and not one.stop_gradient}
+                {
+                    known[name]
+                    for name, parameter in parameters
+                    if name in known and not parameter.stop_gradient
+                }
             )
             start = {name: displaced(values[name], seed) for seed, name in enumerate(trained)}
             values |= start
@@ -146,8 +152,10 @@ class Comparison:
             stack.enter_context(self._builder.recomputing(model))
             states = {prefix: ModelState(layer) for prefix, layer in self._layers.items()}
             try:
-                for one, dtype in self._programs(built, micro_batches[0]):
-                    step = _Step(one, feeds, micro_batches, weights, states, start, dtype)
+                for program, dtype in self._programs(built, micro_batches[0]):
+                    step = _ComparedStep(
+                        program, feeds, micro_batches, weights, states, start, dtype
+                    )
                     with built.state.kept():
                         compare(
                             model,
@@ -161,7 +169,7 @@ class Comparison:
             except CONVERSION_ERRORS as error:
                 self._agree(f"its comparison fails with {type(error).__name__}: {error}")
         # Without what the run in dygraph has changed.
-        self._stamps = [ModelStamp(one, *self._code) for one in self._layers.values()]
+        self._stamps = [ModelStamp(sublayer, *self._code) for sublayer in self._layers.values()]
 
     def _programs(self, built: Built, micro_batch: Any) -> Iterator[tuple[Built, str | None]]:
         """The Programs that are compared, and the dtype of their mixed precision."""
@@ -187,8 +195,8 @@ class Comparison:
             raise StaticGraphError(self._refused)
         return wishes > 0
 
-    def _in_dygraph(self, step: _Step, moved_by: int) -> Run:
-        """Make the step with the dygraph models; the first time, `_Step.passes` is found out."""
+    def _in_dygraph(self, step: _ComparedStep, moved_by: int) -> Run:
+        """Make the step with the dygraph models; the first time, find `_ComparedStep.passes`."""
         dtype, states = step.dtype, step.states.values()
         start = step.states[""].streams
         seen: dict[str, NDArray[Any] | None] = {}
@@ -214,29 +222,32 @@ class Comparison:
                     changed = any(state.changes() for state in states)
                     step.passes = 2 if self._agree("", changed) else 1
                 elif place == 2:
-                    counts = [name for one in before for name in one.changes(of_tensors=False)]
+                    counts = [name for stamp in before for name in stamp.changes(of_tensors=False)]
                     fault = f"dygraph changes '{counts[0]}' in every step" if counts else ""
             return Run(seen, RngState.capture(), fault or draws_elsewhere(start))
 
-    def _in_program(self, step: _Step, expected: Seen) -> Seen:
+    def _in_program(self, step: _ComparedStep, expected: Seen) -> Seen:
         built = step.built
         step.states[""].streams.restore()
         seen: dict[str, NDArray[Any] | None] = {}
-        for place in range(1, step.passes + 1):
+        for index in range(1, step.passes + 1):
             built.state.set(step.start)
             losses, gradients = built.losses_and_gradients(step.feeds, step.weights)
-            seen[_of_pass("the loss", place)] = _of_all_ranks(losses)
+            seen[_of_pass("the loss", index)] = _of_all_ranks(losses)
             for name, gradient in gradients.items():
                 if not built.exchanges_gradients:
                     gradient = _of_all_ranks(gradient)
-                seen[_of_pass(f"{GRADIENT_OF}{name}", place)] = gradient
+                seen[_of_pass(f"{GRADIENT_OF}{name}", index)] = gradient
             # A Program that does not know a buffer as a variable makes a constant of it.
-            seen |= _buffers(step, place)
+            seen |= _buffers(step, index)
             for name, variable in self._variables(built).items():
                 for array in built.state.get([variable]).values():
-                    seen[_of_pass(f"the buffer {name}", place)] = array
+                    seen[_of_pass(f"the buffer {name}", index)] = array
         # What is frozen in dygraph alone has a gradient in the Program alone.
-        names = [*expected, *(one for one in seen if GRADIENT_OF in one and one not in expected)]
+        names = [
+            *expected,
+            *(key for key in seen if GRADIENT_OF in key and key not in expected),
+        ]
         return {name: seen.get(name) for name in names}
 
     def _set_modes(self, in_training: Mapping[str, bool]) -> None:
@@ -257,17 +268,17 @@ class Comparison:
     def _named(self, kind: str) -> dict[str, paddle.Tensor]:
         """What ``named_parameters`` or ``named_buffers`` give of the dygraph models."""
         return {
-            f"{prefix}{name}": one
+            f"{prefix}{name}": tensor
             for prefix, layer in self._layers.items()
-            for name, one in getattr(layer, kind)()
+            for name, tensor in getattr(layer, kind)()
         }
 
     @contextlib.contextmanager
     def _lent(self, values: Mapping[str, NDArray[Any]]) -> Iterator[None]:
         """Inside, the tensors of `model` have the Program's numbers."""
         every = self._named("named_parameters") | self._named("named_buffers")
-        tensors = {name: one for name, one in every.items() if name in values}
-        own = {name: np.array(one.numpy()) for name, one in tensors.items()}
+        tensors = {name: tensor for name, tensor in every.items() if name in values}
+        own = {name: np.array(tensor.numpy()) for name, tensor in tensors.items()}
         try:
             _set(tensors, values)
             yield
@@ -295,7 +306,7 @@ def _of_pass(name: str, place: int) -> str:
     return name if place == 1 else f"{name}{LATER}"
 
 
-def _buffers(step: _Step, place: int) -> dict[str, NDArray[Any] | None]:
+def _buffers(step: _ComparedStep, place: int) -> dict[str, NDArray[Any] | None]:
     """What the dygraph models have under the name of each buffer now."""
     return {
         _of_pass(f"the buffer {prefix}{name}", place): on_host(buffer)

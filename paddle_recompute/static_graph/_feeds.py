@@ -92,7 +92,9 @@ class Feeds:
                     "from batch to batch, give input_spec with -1 for it"
                 )
         if (constants := _constants(micro_batch)) != self._constants:
-            now, then = ([one for _, one in some] for some in (constants, self._constants))
+            now, then = (
+                [constant for _, constant in some] for some in (constants, self._constants)
+            )
             raise DataError(
                 f"the micro-batch has {now!r} beside its arrays, and the Program was built with "
                 f"{then!r}; what changes from batch to batch must be a Tensor or an array"

@@ -44,7 +44,7 @@ def train(
     Raises:
         StaticGraphError: The Program has an optimizer already.
     """
-    if any(old_ir.is_update(one) for one in old_ir.operations(old_ir.program_of(loss))):
+    if any(old_ir.is_update(operation) for operation in old_ir.operations(old_ir.program_of(loss))):
         # fleet's own second minimize ends the process with SIGSEGV (2.6.2).
         raise StaticGraphError(
             "this Program has an optimizer already, and fleet of Paddle 2.6 cannot add a second "

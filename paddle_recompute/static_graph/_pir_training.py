@@ -102,7 +102,7 @@ def _merged(
 
 
 def _check_precision(asked: Request, forward: list[Operation]) -> None:
-    dtypes = {name: _dtypes(forward, name) for name in {one.name() for one in forward}}
+    dtypes = {name: _dtypes(forward, name) for name in {operation.name() for operation in forward}}
     if any("float16" in found for found in dtypes.values()):
         raise StaticGraphError(
             "the Program computes in float16, which needs loss scaling; static_graph.minimize has "

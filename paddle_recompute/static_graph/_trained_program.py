@@ -95,7 +95,7 @@ class ScopeState:
     def read(self) -> dict[str, Arrays]:
         """See `StaticTrainStep.state_dict`."""
         return {
-            section: {name: np.array(self.tensor(one)) for name, one in variables.items()}
+            section: {name: np.array(self.tensor(variable)) for name, variable in variables.items()}
             for section, variables in self.variables.items()
         }
 
@@ -144,7 +144,9 @@ class ScopeState:
     def get(self, names: Iterable[str]) -> Arrays:
         """Copies of the variables `names` that have numbers."""
         found = {name: self.tensor(name) for name in names}
-        return {name: np.array(one) for name, one in found.items() if one._is_initialized()}
+        return {
+            name: np.array(tensor) for name, tensor in found.items() if tensor._is_initialized()
+        }
 
     def set(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Set variables by name."""
@@ -254,9 +256,9 @@ class TrainedProgram:
         self, feeds: Sequence[Arrays], weights: Sequence[float], fetched: list[Any]
     ) -> Iterator[list[Any]]:
         """The values of `fetched` in each run; the last one updates the parameters."""
-        for place, (arrays, weight) in enumerate(zip(feeds, weights, strict=True), 1):
+        for index, (arrays, weight) in enumerate(zip(feeds, weights, strict=True), 1):
             feed = {**arrays, MICRO_BATCH_WEIGHT: np.full([1], weight, "float32")}
-            exchanges = place == len(feeds) or self.gathers_rows
+            exchanges = index == len(feeds) or self.gathers_rows
             yield self.state.run(self.main, feed, fetched, exchanges=exchanges)
 
 

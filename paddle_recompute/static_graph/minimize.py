@@ -143,7 +143,10 @@ class RecomputeOptimizer:
         Args:
             checkpoints: Intermediate variables of the Program, or names of `mark_checkpoint`.
         """
-        self._checkpoints = [one if isinstance(one, str) else named(one) for one in checkpoints]
+        self._checkpoints = [
+            checkpoint if isinstance(checkpoint, str) else named(checkpoint)
+            for checkpoint in checkpoints
+        ]
 
     def minimize(
         self, loss: Any, startup_program: paddle.static.Program | None = None

@@ -96,7 +96,7 @@ def check_static(config: StaticConfig | HasStaticConfig) -> None:
         )
     if faults:
         raise ConfigError(
-            "a static graph cannot honour:\n" + "\n".join(f"  {one}" for one in faults)
+            "a static graph cannot honour:\n" + "\n".join(f"  {fault}" for fault in faults)
         )
 
 
@@ -128,7 +128,7 @@ def _gradients_per_buffer(model: paddle.nn.Layer, mebibytes: int) -> int:
     Fleet's static graph of 2.6 counts gradients (``fuse_grad_size_in_num``), not bytes.
     """
     # Parameters of a Program are float32.
-    trained = [one for one in model.parameters() if not one.stop_gradient]
-    sizes: list[int] = [4 * math.prod(one.shape) for one in trained]
+    trained = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
+    sizes: list[int] = [4 * math.prod(parameter.shape) for parameter in trained]
     average = sum(sizes) / max(1, len(sizes))
     return max(1, min(len(sizes), round(mebibytes * _MIB / max(1, average))))

@@ -14,6 +14,7 @@ from paddle.optimizer import lr
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.static import ranks, training
+from paddle_recompute.captured_state import RngState
 from paddle_recompute.distributed import (
     Digests,
     Limits,
@@ -34,7 +35,6 @@ from paddle_recompute.errors import (
     StaticGraphError,
 )
 from paddle_recompute.recompute.program import SegmentReport, explain
-from paddle_recompute.replay import RngState
 from paddle_recompute.static_graph._building import (
     ProgramBuilder,
     converted,
@@ -204,12 +204,12 @@ class StaticTrainStep:
             _check_start(built, is_resumed=self._is_resumed)
             self._has_begun = True
         started = time.perf_counter()
-        feeds = [built.fed(one) for one in micro_batches]
+        feeds = [built.fed(batch) for batch in micro_batches]
         counts = [
             _checked_count(
-                built.num_examples(fed) if self._num_examples is None else self._num_examples(one)
+                built.num_examples(fed) if self._num_examples is None else self._num_examples(batch)
             )
-            for one, fed in zip(micro_batches, feeds, strict=True)
+            for batch, fed in zip(micro_batches, feeds, strict=True)
         ]
         per_rank, is_due = _mean_count(counts, built.rows(feeds), self._is_due(micro_batches))
         # Exactly 1 if all counts are equal: then the loss is the plain mean, bit by bit.
@@ -331,7 +331,7 @@ class StaticTrainStep:
     def _is_due(self, micro_batches: Sequence[Any]) -> bool:
         """Whether this rank wants the Program compared in this step."""
         return self._comparison is not None and self._comparison.is_due(
-            {(at, a.shape) for one in micro_batches for at, a in arrays_of(one).items()}
+            {(at, a.shape) for batch in micro_batches for at, a in arrays_of(batch).items()}
         )
 
     def _in_dygraph_backward(self, micro_batch: Any, weight: float) -> float:
@@ -375,7 +375,7 @@ class StaticTrainStep:
             variables = names_in_scope(model, optimizer)
             known = {parameter.name: name for name, parameter in model.named_parameters()}
             gradients = {
-                known[one.name]: gradient for one, gradient in pairs if gradient is not None
+                known[owner.name]: gradient for owner, gradient in pairs if gradient is not None
             }
         state = builder.started(startup, variables)
         return TrainedProgram(

@@ -11,11 +11,11 @@ execution.
 
 from paddle_recompute.train_step.backward import inputs_of_cache
 from paddle_recompute.train_step.compiling import CompileReport, compile_model
+from paddle_recompute.train_step.lr_schedule import build_schedule
 from paddle_recompute.train_step.mixed_precision import check_device
 from paddle_recompute.train_step.optimizer import (
     OptimizerConfig,
     build_optimizer,
-    build_schedule,
     decayed_parameters,
     make_optimizer,
 )

@@ -100,8 +100,8 @@ def compile_model(
         )
     # A Program is for inputs that need a gradient, or for those that need none, as data does.
     specs = [
-        paddle.static.InputSpec(one.shape, one.dtype, one.name, stop_gradient=True)
-        for one in input_spec
+        paddle.static.InputSpec(spec.shape, spec.dtype, spec.name, stop_gradient=True)
+        for spec in input_spec
     ]
     if not model.training:
         raise ConfigError("compile_model: the model is in eval(); call model.train() before")

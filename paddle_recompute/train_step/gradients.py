@@ -46,7 +46,9 @@ def unscale(
     gradients = _gradients_of(parameters)
     if are_sparse(gradients):
         number = [gradient.is_selected_rows() for gradient in gradients].index(True)
-        with_gradient = [one for one in parameters if gradient_of(one) is not None]
+        with_gradient = [
+            parameter for parameter in parameters if gradient_of(parameter) is not None
+        ]
         raise ConfigError(
             f"the gradient of {with_gradient[number].name} is sparse (SelectedRows), of which "
             "Paddle computes no norm; make its Embedding with sparse=False"
@@ -76,7 +78,7 @@ def unscale(
 
 def _gradients_of(parameters: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
     """Those that are not kept off the device."""
-    return [one for one in map(gradient_of, parameters) if one is not None]
+    return [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
 
 
 def _to_float32(parameters: Sequence[paddle.Tensor]) -> None:

@@ -22,7 +22,7 @@ from paddle_recompute._paddle.updates import (
     MASTERS,
     SCHEDULE,
     give_moments_one_by_one,
-    owner_of_state,
+    parameter_of_state,
     prefix_of_moments,
 )
 from paddle_recompute.distributed import gathered
@@ -44,7 +44,7 @@ def structured_parameters(
     """Parameters by structured name, those of `loss` with `LOSS_PREFIX` in front."""
     of_model = dict(model.named_parameters())
     if isinstance(model, paddle.DataParallel):
-        of_model = {name.removeprefix("_layers."): one for name, one in of_model.items()}
+        of_model = {name.removeprefix("_layers."): key for name, key in of_model.items()}
     of_loss = loss.named_parameters() if loss is not None else ()
     return of_model | {f"{LOSS_PREFIX}{name}": parameter for name, parameter in of_loss}
 
@@ -81,7 +81,7 @@ def state_of(
             for owner, master in tensor.items():
                 state[f"{structured[owner]}:{_MASTER}"] = master
             continue
-        owner = owner_of_state(key, structured)
+        owner = parameter_of_state(key, structured)
         accumulator = _ACCUMULATOR.fullmatch(key[len(owner) + 1 :]) if owner else None
         if accumulator is None:
             raise CheckpointError(f"the optimizer state {key!r} belongs to no parameter")
@@ -94,9 +94,9 @@ def state_of(
         if not keep:
             return {}
     elif isinstance(optimizer, OffloadOptimizer) and optimizer.is_spread:
-        names = {name for name, one in parameters.items() if one.name in optimizer.shared}
-        common = {k: one for k, one in state.items() if k.partition(":")[0] in names}
-        rest = {key: one for key, one in state.items() if key not in common}
+        names = {name for name, p in parameters.items() if p.name in optimizer.shared}
+        common = {k: moment for k, moment in state.items() if k.partition(":")[0] in names}
+        rest = {key: moment for key, moment in state.items() if key not in common}
         state = {**common, **gathered(rest, None, keep)}
         if not keep:
             return {}
@@ -169,8 +169,8 @@ def set_state_of(
         # Of LinearWarmup's own state it says that it holds "unused values" (2.6, 3.x).
         warnings.filterwarnings("ignore", "There are some unused values", UserWarning)
         optimizer.set_state_dict({**moments, **({SCHEDULE: schedule} if schedule else {})})
-    for one in _optimizers_of(optimizer):
-        give_moments_one_by_one(one)
+    for inner in _optimizers_of(optimizer):
+        give_moments_one_by_one(inner)
     return given
 
 

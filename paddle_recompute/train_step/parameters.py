@@ -15,7 +15,7 @@ from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.grad_sync import GradientSync, SyncMode, owner_of
+from paddle_recompute.grad_sync import GradientSync, SyncMode, offloaded_gradients_of
 from paddle_recompute.offload import OffloadOptimizer
 from paddle_recompute.sharding import ShardedOptimizer
 
@@ -133,7 +133,7 @@ def offload_optimizer(
     """
     if isinstance(optimizer, OffloadOptimizer):
         return optimizer
-    names = [p.name for p in model.parameters() if owner_of(p) is not None]
+    names = [p.name for p in model.parameters() if offloaded_gradients_of(p) is not None]
     if names:
         raise ConfigError(
             f"{names[0]} is offloaded, and {type(optimizer).__name__} has its state on the device; "

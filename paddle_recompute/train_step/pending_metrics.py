@@ -58,7 +58,9 @@ class Outcome:
         if self.agreed_loss is not None:
             return losses[0], norm
         # On the host, in float64: the sum of K losses has the bits that it has always had.
-        loss = sum(one / divisor for one, divisor in zip(losses, self.divisors, strict=True))
+        loss = sum(
+            micro_loss / divisor for micro_loss, divisor in zip(losses, self.divisors, strict=True)
+        )
         return float(loss), norm
 
 
@@ -129,9 +131,9 @@ class PendingMetrics:
         index = self._outcomes.index(outcome)
         looked_at = self._outcomes[: index + 1]
         figures = read_all(looked_at)
-        for place, (loss, norm) in enumerate(figures):
+        for position, (loss, norm) in enumerate(figures):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                self._diverged(loss, norm, place, index - place)
+                self._diverged(loss, norm, position, index - position)
         del self._outcomes[: index + 1]
         if not self._outcomes:
             self._all_finite = None

@@ -21,7 +21,7 @@ from paddle_recompute._paddle.updates import (
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import ends_all_ranks, mean_over_ranks
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.grad_sync import GradientSync, StepReport, SyncMode, Timeline
+from paddle_recompute.grad_sync import CommunicationTrace, GradientSync, StepReport, SyncMode
 from paddle_recompute.offload import OffloadOptimizer, OnComplete
 from paddle_recompute.options import AmpConfigs
 from paddle_recompute.sharding import ShardedOptimizer, inner_of
@@ -49,42 +49,41 @@ from paddle_recompute.train_step.pending_metrics import (
 from paddle_recompute.train_step.step import LOSS_PREFIX, StepResult
 
 SLOW = 0.2
-"""Seconds; a step that takes longer looks whether `use_cpu_settings` would make it faster."""
+"""Seconds; after a longer step, missing CPU settings are logged (`use_cpu_settings`)."""
 
 
 class TrainStep:
     """Forward and backward of every micro-batch, one gradient synchronization, one update.
 
-    The gradient is that of the mean over all examples of all micro-batches and ranks, however many
-    each of them has, where `loss_fn` is a mean over the examples of its micro-batch: with n_i
-    examples in micro-batch i of N in total, its loss L_i counts n_i / N. A loss that relates the
-    examples of a batch to each other (contrastive with in-batch negatives) is one of a micro-batch,
-    whatever K is: accumulation adds no negatives. With a `GradCache` instead of `loss_fn`, one
-    micro-batch of any size takes the memory of one chunk.
+    The gradient is that of the mean over all examples of all micro-batches and ranks: if
+    micro-batch i has n_i of N examples, its loss L_i, a mean over its examples, has the weight n_i
+    / N. A contrastive loss with in-batch negatives sees one micro-batch at a time: accumulation
+    adds no negatives. With a `GradCache` instead of `loss_fn`, one micro-batch of any size takes
+    the memory of one chunk.
 
-    Which parameters a step trains is found out in each step: what is unfrozen, added to `model` or
-    given to `optimizer` later takes part from then on. Norm and clipping count what `optimizer`
-    updates; parameters of `model` that it does not have are left alone, and their gradients are
-    cleared with the others. Freeze those (``stop_gradient``), to save their part of the backward.
+    Each step lists the trained parameters anew: a parameter that is unfrozen, added to `model` or
+    given to `optimizer` is trained from then on. Norm and clipping cover the parameters of
+    `optimizer`. Other parameters of `model` are not updated, and their gradients are cleared.
+    Freeze them (``stop_gradient``) to save their part of the backward.
 
-    The order within a step; loss scaling on several ranks depends on it:
+    The order within a step, on which loss scaling on several ranks depends:
 
     1. the loss is multiplied by the loss scale (float16 only; see `mixed_precision`),
     2. backward,
     3. the ranks' gradients are averaged, still scaled: an overflow on one rank reaches all,
     4. gradients become float32 and are divided by the scale,
-    5. loss and gradient are finite, or not: the same on all ranks, which agreed on the loss and
-       have bitwise identical mean gradients,
-    6. if they are: clipping, by the norm of the whole synchronized gradient, and the update; if
-       not, neither, on any rank. What the forward has written into buffers, such as the statistics
-       of a BatchNorm, stays,
-    7. the loss scale moves.
+    5. loss and gradient are checked for NaN and infinity; all ranks come to the same result,
+       because they have averaged the loss and their mean gradients are bitwise identical,
+    6. if all are finite, the gradient is clipped by the norm of the whole synchronized gradient,
+       and the parameters are updated; else no rank updates. Buffers that the forward has written,
+       such as the statistics of a BatchNorm, keep their new values,
+    7. the loss scale is raised or lowered.
 
-    Reading a number of a device makes the host wait for all that the device has to do. With SGD,
-    Momentum, Adam or AdamW, a step reads none (the first one and every 64th does): clipping and the
-    decision of 6. stay on the device, and loss and norm do until the result is looked at. With a
-    loss scale or with another optimizer it reads once. Several ranks wait once for each other, at
-    the end of the backward, for the small collective in which they agree.
+    Copying a number to the host makes the host wait for the device. With SGD, Momentum, Adam or
+    AdamW only the first step and every 64th do that: clipping and the decision of 6. run on the
+    device, and loss and norm are copied when the result is read. With a loss scale or another
+    optimizer each step copies once. Several ranks wait for each other once per step, in the
+    consistency check at the end of the backward.
 
     Examples:
         >>> import paddle
@@ -119,15 +118,15 @@ class TrainStep:
         loss: paddle.nn.Layer | None = None,
         broadcast_parameters: bool = False,
     ) -> None:
-        """Set up the step; with several ranks they agree here on the parameters.
+        """Set up the step; several ranks agree here on the parameters.
 
-        In the first step the ranks compare the values of parameters and buffers, those of the loss
-        too; see `GradientSync`.
+        In the first step the ranks compare parameters and buffers of model and loss; see
+        `GradientSync`.
 
         Args:
             model: The Layer to train, bare or in ``paddle.DataParallel``.
-            optimizer: An optimizer over its parameters, or some of them. Its learning-rate
-                scheduler is the caller's to step.
+            optimizer: An optimizer over its parameters, or some of them. The caller steps its
+                learning-rate scheduler.
             loss_fn: ``loss_fn(model, micro_batch)`` returns a scalar Tensor, a mean over the
                 examples of the micro-batch.
             grad_cache: Instead of `loss_fn`: runs forward and backward of a micro-batch chunk by
@@ -135,24 +134,24 @@ class TrainStep:
                 ``(query, positive, *negatives)``, or a dict with ``query``, ``positive`` and
                 perhaps ``negatives`` (a list of them, or one array ``[batch, n, ...]``), in which
                 everything else is a keyword argument of its loss, such as ``positive_ids``. It
-                synchronizes with `sync`; one that has a `GradientSync` already keeps that.
+                synchronizes with its own `GradientSync`, or else with `sync`.
             sync: How gradients are synchronized: a mode or your own `GradientSync`. A mode
-                is for all that `model` trains and `optimizer` updates: a learnable temperature of
-                the loss too.
+                synchronizes all trained parameters of `model` and `optimizer`, a learnable
+                temperature of the loss too.
             accumulate_steps: Number of micro-batches per optimizer step.
             clip_grad_norm: Scale the gradient down to this norm where it is larger; None: never.
             amp: Mixed precision, ``AmpConfigs(dtype="bfloat16")`` for instance; None: none. Level
-                O2 casts the parameters of `model` here. On a CPU, where Paddle has none in
-                dygraph, it is refused.
-            num_examples: ``num_examples(micro_batch)`` is the number of examples that its loss is
-                the mean of, or any other weight greater than 0; None: the length of the first axis
-                of the first Tensor in it. A loss that weighs the ranks' batches itself, as
-                ``ContrastiveLoss(negatives="global")`` does, is not to be weighed again where they
-                differ in size: ``num_examples=lambda micro_batch: 1``, which is the default where
-                it is the loss of `grad_cache`.
+                O2 casts the parameters of `model` here. It is refused on a CPU, where Paddle has no
+                mixed precision in dygraph.
+            num_examples: ``num_examples(micro_batch)`` returns the weight of a micro-batch: the
+                number of examples that its loss is the mean of. None: the length of the first axis
+                of its first Tensor. ``ContrastiveLoss(negatives="global")`` weighs the ranks'
+                batches itself; give ``num_examples=lambda micro_batch: 1`` with such a loss. This
+                is the default for a loss of `grad_cache` of that kind.
             loss: The Layer of the loss, if it has parameters of its own (a learnable temperature):
-                `state_dict` names them after it. That of `grad_cache` need not be given.
-            broadcast_parameters: See `GradientSync`; not with one in `sync`, which has its own.
+                `state_dict` names them after it. The loss of `grad_cache` need not be given.
+            broadcast_parameters: See `GradientSync`. Do not give it together with a `GradientSync`
+                in `sync`, which has its own.
 
         Raises:
             ConfigError: `accumulate_steps` or `clip_grad_norm` is not positive, not one of
@@ -190,7 +189,7 @@ class TrainStep:
         if loss is not None:
             self._sync.add_start_values(loss, LOSS_PREFIX)
         self.is_updating = False
-        """Whether the optimizer changes parameters now; true after an update that failed."""
+        """Whether the optimizer is updating parameters; stays true after an update that failed."""
         self._accumulate_steps = accumulate_steps
         self._clip_grad_norm = clip_grad_norm
         self._num_examples = num_examples or self._backward.count
@@ -206,19 +205,20 @@ class TrainStep:
                 may differ in size, on this rank and between ranks.
 
         Returns:
-            Loss, gradient norm, times and what else there is to know. The gradients are cleared,
-            those of parameters that the optimizer does not have too.
+            Loss, gradient norm and times. All gradients are cleared, also those of parameters that
+            the optimizer does not update.
 
         Raises:
             ConfigError: Another number of micro-batches was given, a loss is not a scalar or needs
-                no gradient, the number of examples cannot be told, the optimizer has got parameters
-                that `sync` does not synchronize, a gradient is sparse, or gradients are switched
-                off.
+                no gradient, the number of examples cannot be determined, the optimizer has
+                parameters that `sync` does not synchronize, a gradient is sparse, or gradients are
+                disabled.
             DivergenceError: Loss or gradient is not finite, without a loss scale or even after it
-                was lowered. The parameters are unchanged. Where nothing is read in a step, this
-                comes when the result is looked at, in `state_dict`, or 64 steps later; neither the
-                step nor those after it have changed the parameters then.
-            RecomputeError: `grad_cache` has found another number in a second forward; likewise.
+                was lowered. The parameters are unchanged. If the step copies nothing to the host,
+                the error is raised when the result is read, in `state_dict`, or 64 steps later;
+                neither this step nor later ones have changed the parameters then.
+            RecomputeError: A second forward of `grad_cache` differs from the first; raised at the
+                same time as `DivergenceError`.
         """
         self._check_call(micro_batches)
         self._sync.take_start_values()
@@ -245,7 +245,7 @@ class TrainStep:
                 finite = self._update_if_finite(outcome, gradients)
             else:
                 self._update_on_device(outcome, gradients)
-        except BaseException:  # the next step would add to them
+        except BaseException:  # the next step would add to these gradients
             self._parameters.clear_gradients(after_error=True)
             raise
         finally:
@@ -280,10 +280,10 @@ class TrainStep:
             )
 
     def _divisors(self, micro_batches: Sequence[Any]) -> list[float]:
-        """What each micro-batch's loss is divided by, from the numbers of examples.
+        """The divisor of each micro-batch's loss, from the numbers of examples.
 
-        Exactly `accumulate_steps` where all numbers are equal: then it is the plain mean, to the
-        bit. The synchronization weighs the ranks, where theirs differ.
+        If all numbers are equal, it is exactly `accumulate_steps`, so the mean is bitwise that of a
+        plain loop. If they differ between ranks, the synchronization weighs the ranks.
         """
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
         total = math.fsum(counts)
@@ -291,8 +291,8 @@ class TrainStep:
         return [total / count for count in counts]
 
     def _set_up_offloaded(self, offloaded: OffloadOptimizer, loss_scale: float | None) -> None:
-        """Say what is done to the gradients of offloaded parameters, which leave the device during
-        the backward.
+        """Set how gradients of offloaded parameters are processed before they leave the device
+        during the backward.
         """
         is_double = any(p.dtype == paddle.float64 for p in self._parameters.trained)
         norm_dtype = paddle.float64 if is_double else paddle.float32
@@ -306,11 +306,11 @@ class TrainStep:
         """The loss of each micro-batch; the gradients are synchronized in the last backward."""
         last = self._accumulate_steps - 1
         losses = []
-        for place, micro_batch in enumerate(micro_batches):
-            divisor = self._sync.report.divisor = divisors[place]
+        for number, micro_batch in enumerate(micro_batches):
+            divisor = self._sync.report.divisor = divisors[number]
             losses.append(
                 self._backward(
-                    micro_batch, divisor=divisor, loss_scale=loss_scale, last=place == last
+                    micro_batch, divisor=divisor, loss_scale=loss_scale, last=number == last
                 )
             )
         return losses
@@ -325,14 +325,14 @@ class TrainStep:
         }
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The mixed precision of the forward pass, for an evaluation of the model; without `amp`
-        it does nothing. A model at level O2 needs it.
+        """The mixed precision of the forward, for an evaluation of the model; without `amp` a null
+        context. A model at level O2 needs it.
         """
         return self._amp.autocast() if self._amp is not None else contextlib.nullcontext()
 
     @property
     def num_skipped(self) -> int:
-        """How many steps were skipped so far, before a resumption too."""
+        """Number of steps that were skipped so far, those before a resumption too."""
         return self._scaler.num_skipped if self._scaler is not None else 0
 
     @property
@@ -341,18 +341,20 @@ class TrainStep:
         return f"{self._sync.mode}, {self._sync.reason}"
 
     @property
-    def timeline(self) -> Timeline | None:
+    def timeline(self) -> CommunicationTrace | None:
         """When the last step's gradients were ready and sent; see `GradientSync.timeline`."""
         return self._sync.timeline
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
-        """What the next step depends on beside the model; see `Step.state_dict`. No copies, but of
-        what a `ShardedOptimizer` gathers from other ranks; then all ranks call this.
+        """The state of optimizer, loss scaler and synchronization; see `Step.state_dict`.
+
+        The tensors are not copied. A `ShardedOptimizer` gathers the state of other ranks; then all
+        ranks must call this.
 
         Raises:
             CheckpointError: The optimizer updates a parameter that is neither of `model` nor of
                 `loss`; or it has only a part of its state, as under fleet's sharding.
-            DivergenceError: A step was not finite whose loss was not read.
+            DivergenceError: A step whose result was not read was not finite.
             SyncError: An update of a `ShardedOptimizer` did not reach all ranks, or a rank failed.
         """
         self._unread.look()
@@ -369,13 +371,13 @@ class TrainStep:
         return state
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave; the optimizer has made no step yet.
+        """Restore a `state_dict`, before the first step of the optimizer.
 
-        Level O2 has cast the parameters before. What `state` has not, starts anew; a loss scale is
-        left out where the loss is not scaled.
+        At level O2 the parameters are cast already. Parts that `state` lacks start anew; its loss
+        scaler is ignored if the loss is not scaled.
 
         Raises:
-            CheckpointError: It is of another model, or lacks moments of a parameter.
+            CheckpointError: `state` is of another model, or lacks moments of a parameter.
         """
         if "optimizer" in state:
             parameters = structured_parameters(self._model, self._loss)
@@ -386,7 +388,7 @@ class TrainStep:
             self._scaler.set_state_dict(state["loss_scaler"])
 
     def write_back(self) -> None:
-        """The model is up to date: it is what is trained."""
+        """Nothing to do: the steps train the model itself."""
 
     def _count(self, micro_batch: Any) -> float:
         count = self._num_examples(micro_batch)
@@ -398,8 +400,8 @@ class TrainStep:
 
     @property
     def _must_read(self) -> bool:
-        """Whether the host must know loss and norm before it can go on: for the next loss scale,
-        or to leave out the step of an optimizer that would change parameters all the same.
+        """Whether the host must read loss and norm before the update: for the next loss scale, or
+        because the optimizer changes parameters even at a learning rate of 0.
         """
         return (
             self._scaler is not None
@@ -408,8 +410,8 @@ class TrainStep:
         )
 
     def _is_finite_everywhere(self, loss: float, norm: float) -> bool:
-        """With a loss scale the ranks make sure of it: a step that one of them skipped alone would
-        move the scales apart for good.
+        """With a loss scale the ranks compare their results: if one rank alone skipped a step, the
+        loss scales would differ from then on.
         """
         finite = math.isfinite(loss) and math.isfinite(norm)
         if self._scaler is None:
@@ -418,7 +420,7 @@ class TrainStep:
 
     @paddle.no_grad()
     def _update_if_finite(self, outcome: Outcome, gradients: Gradients) -> bool:
-        """Read loss and norm; clip and update, or leave the parameters alone on all ranks."""
+        """Read loss and norm; clip and update if both are finite on all ranks."""
         [(loss, norm)] = read_all([outcome])
         finite = self._is_finite_everywhere(loss, norm)
         if not finite:
@@ -436,10 +438,10 @@ class TrainStep:
 
     @paddle.no_grad()
     def _update_on_device(self, outcome: Outcome, gradients: Gradients) -> None:
-        """The same without the host: bit by bit, as long as the step is finite.
+        """As `_update_if_finite`, without a read on the host; bitwise identical if all is finite.
 
-        Where it is not, the parameters stay, and the optimizer's moments decay as with a gradient
-        of 0.
+        Otherwise the parameters keep their values, and the optimizer's moments decay as with a
+        gradient of 0.
         """
         finite = self._unread.add(outcome)
         zero_if(paddle.logical_not(finite), gradients)
@@ -465,7 +467,7 @@ class TrainStep:
                 self._sync.set_state_dict({**state, "residuals": residuals})
 
     def _terms(self) -> dict[str, Any]:
-        """What must be the same on all ranks in this step."""
+        """Settings that must be the same on all ranks in this step."""
         rate = self._optimizer.get_lr()
         return {
             "accumulate_steps": self._accumulate_steps,

@@ -31,6 +31,7 @@ from paddle_recompute._paddle.layers import (
 from paddle_recompute._paddle.saved_tensors import version_of
 from paddle_recompute._paddle.static import compiled
 from paddle_recompute._paddle.walk import ParameterWalk
+from paddle_recompute.captured_state import ModelStamp, RngState
 from paddle_recompute.comparison import (
     GRADIENT_OF,
     DifferenceError,
@@ -50,7 +51,6 @@ from paddle_recompute.comparison import (
 )
 from paddle_recompute.distributed import collective_fallback, is_distributed
 from paddle_recompute.errors import StaticGraphError, first_sentence
-from paddle_recompute.replay import ModelStamp, RngState
 
 
 class ProgramKeeper:
@@ -191,8 +191,10 @@ class ProgramKeeper:
         if mode not in self._occasions:
             self._occasions[mode] = Occasions(often=program.has_branches)
         kinds = [
-            f"{one.shape}{one.dtype}" if _nested.is_tensor(one) else type(one)  # 1 is equal to True
-            for one in _nested.leaves_of(args)
+            f"{leaf.shape}{leaf.dtype}"
+            if _nested.is_tensor(leaf)
+            else type(leaf)  # 1 is equal to True
+            for leaf in _nested.leaves_of(args)
         ]
         is_due = self._occasions[mode].is_next_one(tuple(kinds))
         is_changed = bool(self._change) and mode not in self._compared_since
@@ -206,7 +208,7 @@ class ProgramKeeper:
 
 def _watching_inputs(outputs: Any, args: Any) -> Any:
     """`outputs`; their backward raises if one of `args` was written to, as in eager execution."""
-    trained = [one for one in _nested.tensors_in(outputs) if not one.stop_gradient]
+    trained = [tensor for tensor in _nested.tensors_in(outputs) if not tensor.stop_gradient]
     tensors = [*_nested.tensors_in(args)] if trained else []
     then = [*map(version_of, tensors)]
 
@@ -222,8 +224,8 @@ def _watching_inputs(outputs: Any, args: Any) -> Any:
             tensors.clear()
             then.clear()
 
-    for one in trained:
-        one.register_hook(check)
+    for parameter in trained:
+        parameter.register_hook(check)
     return outputs
 
 
@@ -258,7 +260,7 @@ class _MadeFor:
         # Without a backward it does not matter what is frozen.
         known, now = self._trained, _trained(model)
         if not model.training:
-            known, now = [(one, True) for one, _ in known], [(one, True) for one, _ in now]
+            known, now = [(value, True) for value, _ in known], [(value, True) for value, _ in now]
         if now != known:
             return (
                 "its parameters were replaced, frozen or unfrozen, and the Program does not know "
@@ -282,10 +284,10 @@ class _MadeFor:
 def _trained(model: paddle.nn.Layer) -> list[tuple[int, bool]]:
     """Without the statistics of BatchNorms: a repeated forward reads them in copies."""
     return [
-        (id(one), one.stop_gradient)
+        (id(parameter), parameter.stop_gradient)
         for layer in model.sublayers(include_self=True)
-        for name, one in own_parameters(layer).items()
-        if one is not None and name not in statistics_among_parameters(layer)
+        for name, parameter in own_parameters(layer).items()
+        if parameter is not None and name not in statistics_among_parameters(layer)
     ]
 
 
@@ -345,18 +347,19 @@ class _Comparison:
 
     def _in_program(self, expected: Seen) -> Seen:
         state, tensors = self._state, self._program.tensors()
-        start = {id(state.trained[name]): one for name, one in self._start.items()}
+        start = {id(state.trained[name]): tensor for name, tensor in self._start.items()}
         own = [
-            clone(one)
-            if one.stop_gradient and is_initialized(one)
-            else alias(start.get(id(one), one))
-            for one in tensors
+            clone(tensor)
+            if tensor.stop_gradient and is_initialized(tensor)
+            else alias(start.get(id(tensor), tensor))
+            for tensor in tensors
         ]
-        of = {id(one): other for one, other in zip(tensors, own, strict=True)}
+        of = {id(tensor): other for tensor, other in zip(tensors, own, strict=True)}
         leaves = {
-            name: of.get(id(one), alias(self._start[name])) for name, one in state.trained.items()
+            name: of.get(id(parameter), alias(self._start[name]))
+            for name, parameter in state.trained.items()
         }
-        buffers = {name: of.get(id(one), one) for name, one in state.buffers().items()}
+        buffers = {name: of.get(id(buffer), buffer) for name, buffer in state.buffers().items()}
         state.streams.restore()
         try:
             return self._run(lambda *args: self._program.run(args, own), leaves, lambda: buffers)
@@ -374,20 +377,20 @@ class _Comparison:
         args = _nested.map_tensors(lambda one: moved(one, moved_by), self._args)
         inputs = [*_nested.tensors_in(args)]
         outputs = [*_nested.tensors_in(call(*args))]
-        seen = {f"output {number}": on_host(one) for number, one in enumerate(outputs)}
+        seen = {f"output {number}": on_host(output) for number, output in enumerate(outputs)}
         if self._backward:
-            roots = [one for one in outputs if not one.stop_gradient]
+            roots = [output for output in outputs if not output.stop_gradient]
             if roots:
-                paddle.autograd.backward(roots, [cotangent(one, moved_by) for one in roots])
-            for number, one in enumerate(inputs):
-                if not one.stop_gradient:
-                    seen[f"{GRADIENT_OF}input {number}"] = on_host(one.grad)
+                paddle.autograd.backward(roots, [cotangent(root, moved_by) for root in roots])
+            for number, tensor in enumerate(inputs):
+                if not tensor.stop_gradient:
+                    seen[f"{GRADIENT_OF}input {number}"] = on_host(tensor.grad)
             for name, leaf in leaves.items():
                 seen[GRADIENT_OF + name] = on_host(leaf.grad, leaf.shape)
         for name, buffer in buffers().items():
             seen[f"the buffer '{name}'"] = on_host(buffer)
-        for number, one in enumerate(inputs):
-            seen[f"input {number} after the call"] = on_host(one)
+        for number, tensor in enumerate(inputs):
+            seen[f"input {number} after the call"] = on_host(tensor)
         return seen
 
 

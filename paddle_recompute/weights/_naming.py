@@ -142,8 +142,8 @@ def _found(arrays: Iterable[str]) -> tuple[Naming, str, str] | None:
 
 def _prefixes(names: set[str], name: str) -> list[str]:
     """What stands before `name` in each place; the shortest first."""
-    found = (one[: -len(name)] for one in names if one.endswith(name))
-    return sorted((one for one in found if not one or one.endswith(".")), key=len)
+    found = (full_name[: -len(name)] for full_name in names if full_name.endswith(name))
+    return sorted((prefix for prefix in found if not prefix or prefix.endswith(".")), key=len)
 
 
 def _family_of_ours(names: set[str]) -> str:
@@ -181,10 +181,10 @@ def to_ours(arrays: Arrays, source: str, kind: str, *, first_position: int = 0) 
     is_turned = naming == "huggingface" and not (family == "decoder" and _is_of_paddle(inner))
     block = re.compile(re.escape(theirs.block).replace(r"\{\}", r"(\d{1,4})") + "(.+)")
     ours_of = {
-        f"{there}.{one}": f"{o}.{one}" for o, there in theirs.beside.items() for one in _PARTS
+        f"{there}.{part}": f"{o}.{part}" for o, there in theirs.beside.items() for part in _PARTS
     }
     in_block = {
-        f"{there}.{one}": f"{o}.{one}" for o, there in theirs.parts.items() for one in _PARTS
+        f"{there}.{part}": f"{o}.{part}" for o, there in theirs.parts.items() for part in _PARTS
     }
     unknown: list[str] = []
     renamed: Arrays = {}
@@ -240,10 +240,10 @@ def missing_from(arrays: Arrays) -> list[str]:
         parts = [f"{name}.weight" for name in _OF_DECODER if "_norm" not in name]
         names = ["embeddings.word.weight", "encoder.norm.weight"]
     else:
-        parts = [f"{name}.{one}" for name in _OUR_PARTS for one in _PARTS]
+        parts = [f"{name}.{suffix}" for name in _OUR_PARTS for suffix in _PARTS]
         tables = _TABLES if family == "bert" else _TABLES[:2]
         names = [f"embeddings.{name}.weight" for name in tables]
-        names += [f"embeddings.layer_norm.{one}" for one in _PARTS]
+        names += [f"embeddings.layer_norm.{suffix}" for suffix in _PARTS]
     for number in range(1 + max(blocks, default=0)):
         names += [_OUR_BLOCK.format(number) + part for part in parts]
     return [name for name in names if name not in arrays]
@@ -278,7 +278,7 @@ def _refuse_roberta(inner: Arrays, arrays: Arrays, source: str, kind: str) -> No
     positions = inner.get("embeddings.position_embeddings.weight")
     types = inner.get("embeddings.token_type_embeddings.weight")
     signs = {
-        f"the configuration beside it says {kind}": any(one in kind for one in _COUNT_FROM_2),
+        f"the configuration beside it says {kind}": any(ending in kind for ending in _COUNT_FROM_2),
         "its names say so": any(name.startswith(("roberta.", "lm_head.")) for name in arrays),
         "it has one token type": types is not None and len(types) == 1,
     }

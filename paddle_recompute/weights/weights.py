@@ -184,13 +184,15 @@ def convert_weights(
     ours = to_ours(arrays, str(source), kind_beside(source))
     renamed, without_name = from_ours(ours.arrays, to)
     unused = [*ours.unknown, *ours.of_heads, *without_name]
-    if kept := [n for n in unused if not any(fnmatchcase(n, one) for one in leave_out)]:
+    if kept := [n for n in unused if not any(fnmatchcase(n, pattern) for pattern in leave_out)]:
         raise CheckpointError(
             f"{source}: {len(kept)} tensors have no name in an encoder of {to}: {listed(kept)}. If "
             "the new file need not have them, say so with --leave-out PATTERN, such as 'cls.*' for "
             "a head; an encoder with other tensors than BERT's and ERNIE's cannot be converted"
         )
-    if idle := [one for one in leave_out if not any(fnmatchcase(name, one) for name in unused)]:
+    if idle := [
+        pattern for pattern in leave_out if not any(fnmatchcase(name, pattern) for name in unused)
+    ]:
         raise CheckpointError(
             f"--leave-out: {idle[0]!r} matches none of the tensors without a name in an encoder of "
             f"{to}: {listed(unused) or 'there are none'}"

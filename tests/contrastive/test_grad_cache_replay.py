@@ -14,9 +14,9 @@ from paddle.base import core
 from paddle_recompute import GradCache, compile_model
 from paddle_recompute._paddle import amp as tracer_state
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
+from paddle_recompute.captured_state import CapturedState, call
 from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.recompute import is_recomputing
-from paddle_recompute.replay import CapturedState, call
 from tests.contrastive.encoders import (
     BATCH,
     CHUNKS,

@@ -35,17 +35,17 @@ def test_no_more_different_things_are_listed_than_wanted(clients: list[Simulated
 
 
 def test_the_first_failure_is_told_and_no_other(clients: list[SimulatedRank]) -> None:
-    clients[1].say(kind="failed", place="in step 3", message="why")
-    told = {"kind": "failed", "rank": 1, "place": "in step 3", "message": "why", "host": ""}
+    clients[1].say(kind="failed", phase="in step 3", message="why")
+    told = {"kind": "failed", "rank": 1, "phase": "in step 3", "message": "why", "host": ""}
     assert [client.hear() for client in clients] == [told] * 3
-    clients[2].say(kind="failed", place="in step 3", message="because of rank 1")
+    clients[2].say(kind="failed", phase="in step 3", message="because of rank 1")
     clients[1].end()
     assert clients[0].hear(within=0.3) == {}
 
 
 def waits(at: str, *, serial: int = 7) -> dict[str, Any]:
     told = {"among": "0-1", "size": 2, "serial": serial, "label": f"{at}: now"}
-    return {"kind": "waits", "place": at, **told}
+    return {"kind": "waits", "call": at, **told}
 
 
 def test_ranks_that_wait_at_different_places_are_told_when_nobody_goes_on(
@@ -80,10 +80,10 @@ def test_ranks_that_go_on_or_wait_at_one_place_are_not_apart(
 def test_an_end_is_announced_also_to_those_who_come_later(
     server: ControlServer, clients: list[SimulatedRank]
 ) -> None:
-    clients[1].say(kind="left", place="after step 9")
-    assert clients[0].hear() == {"kind": "left", "places": {"1": "after step 9"}}
+    clients[1].say(kind="left", phase="after step 9")
+    assert clients[0].hear() == {"kind": "left", "phases": {"1": "after step 9"}}
     clients[2].end()
-    assert clients[0].hear() == {"kind": "gone", "rank": 2, "place": "", "host": ""}
+    assert clients[0].hear() == {"kind": "gone", "rank": 2, "phase": "", "host": ""}
     late = SimulatedRank(server, 7)
     assert [late.hear()["kind"], late.hear()["kind"]] == ["gone", "left"]
 
@@ -91,8 +91,8 @@ def test_an_end_is_announced_also_to_those_who_come_later(
 def test_last_words_are_passed_on_before_they_are_acknowledged(
     clients: list[SimulatedRank],
 ) -> None:
-    clients[1].say(kind="failed", place="in step 4", message="KeyError")
-    clients[1].say(kind="left", place="in step 4")
+    clients[1].say(kind="failed", phase="in step 4", message="KeyError")
+    clients[1].say(kind="left", phase="in step 4")
     assert clients[0].hear()["message"] == "KeyError"
     assert [clients[1].hear()["kind"], clients[1].hear()["kind"]] == ["failed", "heard"]
 

@@ -9,9 +9,9 @@ import pytest
 from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope
 
 SCOPE = Scope((0, 1, 2), Limits(peer_timeout=30, stall_timeout=60))
-GONE = {"kind": "gone", "rank": 2, "place": ""}
-LEFT = {"kind": "left", "places": {"1": "after step 9"}}
-FAILED = {"kind": "failed", "rank": 1, "place": "in step 4", "message": "KeyError: 'x'."}
+GONE = {"kind": "gone", "rank": 2, "phase": ""}
+LEFT = {"kind": "left", "phases": {"1": "after step 9"}}
+FAILED = {"kind": "failed", "rank": 1, "phase": "in step 4", "message": "KeyError: 'x'."}
 WAITING = {"kind": "waiting", "among": SCOPE.among, "ranks": [0, 1]}
 STALLED = "rank 2 did not come within 61 s (stall_timeout) although it shows signs of life"
 STOPPED = "rank 2 has shown no sign of life for 31 s (peer_timeout is 30 s):"

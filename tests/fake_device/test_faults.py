@@ -14,9 +14,9 @@ import pytest
 from paddle_recompute import recompute
 from paddle_recompute._paddle import device
 from paddle_recompute._paddle.rng_state import generator_states
+from paddle_recompute.captured_state import rng_state
 from paddle_recompute.grad_sync import GradientSync, _all_reduce
 from paddle_recompute.recompute._offload import OFFLOADS
-from paddle_recompute.replay import rng_state
 from tests.fake_device import switches
 from tests.processes import python
 from tests.ranks import run_ranks

@@ -33,6 +33,7 @@ from paddle_recompute.planner import (
     StepCosts,
     find_batch,
     make_plan,
+    measure_costs,
     simulate,
     smallest,
     uniform,
@@ -169,7 +170,7 @@ JOBS = ("encoder", "two towers", "u-net", "lstm", "gradient cache")
 @functools.cache
 def costs_of(name: str) -> StepCosts:
     """Of `job_of`, measured once: a measurement leaves no trace, and every job is built alike."""
-    return job_of(name).measure()
+    return measure_costs(job_of(name))
 
 
 def planned(job: Job, budget: int, **options: Any) -> RecomputePlan:
@@ -327,7 +328,7 @@ def test_gradients_that_micro_batches_add_to_are_counted_once() -> None:
     for _ in range(2):
         step([batch] * 2)
     job = Job(model, batch, squared, optimizer)
-    costs = job.measure()
+    costs = measure_costs(job)
     assert all(p.grad is None for p in model.parameters())
     for option in ("plain", "whole"):
         found = RecomputePlan(2**40, costs, tuple(uniform(costs, option)), job.signature())
@@ -545,7 +546,7 @@ def test_blocks_whose_number_decides_what_they_do_are_measured_apart() -> None:
         lambda m, x: m(x * 1.5).square().mean(),
         checkpoints=("0", "1", "2", "3"),
     )
-    costs = job.measure()
+    costs = measure_costs(job)
     predicted, measured = peaks(job, costs, uniform(costs, "plain"))
     assert abs(measured - predicted) <= EXACT
 
@@ -562,7 +563,7 @@ def test_a_graph_over_blocks_that_is_dropped_takes_nothing_of_another_one(is_use
         return m(h if is_used else x).square().mean()
 
     job = Job(model, paddle.randn([8, 16, 32]), monitored)
-    costs = job.measure()
+    costs = measure_costs(job)
     predicted, measured = peaks(job, costs, uniform(costs, "plain"))
     assert abs(predicted - measured) <= CLOSE * measured
     assert paddle.is_grad_enabled()
@@ -692,7 +693,7 @@ def test_a_step_with_plain_calls_that_does_not_fit_the_device() -> None:
     corrects: the outputs of blocks, which others hold, are not in them.
     """
     wanted = costs_of("encoder")
-    found = out_of_memory(job_of("encoder"), plain=True).measure()
+    found = measure_costs(out_of_memory(job_of("encoder"), plain=True))
     predicted, measured = (simulate(one, ()).peak.bytes - one.base for one in (found, wanted))
     assert 0.8 * measured < predicted <= measured
 
@@ -723,7 +724,7 @@ def plan_of_rank(rows: list[int]) -> Any:
         return mean
 
     job = replace(job, loss_fn=loss_fn, batch=paddle.randn([rows[dist.get_rank()], 16, 32]))
-    costs = job.measure()
+    costs = measure_costs(job)
     return len(steps), len(costs.calls)
 
 

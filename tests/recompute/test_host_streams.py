@@ -16,7 +16,7 @@ from numpy.random import rand as drawn_from_numpy
 from paddle import Tensor
 
 from paddle_recompute import recompute
-from paddle_recompute.replay.captured_state import CapturedState
+from paddle_recompute.captured_state.captured_state import CapturedState
 from tests.recompute.contract import Run, Seen, Using, assert_as_plain, clean_streams, leaf, plain
 
 linear = paddle.nn.functional.linear

@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 from paddle_recompute import recompute
-from paddle_recompute.replay.names import kind_of
+from paddle_recompute.captured_state.names import kind_of
 
 
 class Scaled(paddle.nn.Layer):

@@ -8,8 +8,8 @@ import paddle
 import pytest
 
 from paddle_recompute import recompute
-from paddle_recompute.replay import layer_state as _layer_state
-from paddle_recompute.replay.layer_state import SMALL_BYTES, same_values
+from paddle_recompute.captured_state import layer_state as _layer_state
+from paddle_recompute.captured_state.layer_state import SMALL_BYTES, same_values
 from tests.recompute.contract import Run, Seen, case, leaf, loss_of
 
 NUM = SMALL_BYTES  # elements: at least SMALL_BYTES in every dtype

@@ -20,7 +20,7 @@ import pytest
 
 from paddle_recompute import recompute
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.replay.captured_state import LONGEST_SEARCHED, layers_of
+from paddle_recompute.captured_state.captured_state import LONGEST_SEARCHED, layers_of
 from tests.recompute.contract import Run, Seen, Using, case, leaf
 
 Tensor = paddle.Tensor

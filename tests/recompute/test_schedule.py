@@ -86,7 +86,7 @@ def one_for_all_outputs(a: Noting, b: Noting, c: Noting) -> None:
     (y.sum() + z.exp().sum()).backward()
 
 
-def one_for_each_backward_with_retain_graph(a: Noting, b: Noting, c: Noting) -> None:
+def one_for_several_backwards_with_retain_graph(a: Noting, b: Noting, c: Noting) -> None:
     loss = recompute(a, leaf(3, 4)).sum()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -105,7 +105,7 @@ def none_for_a_frozen_block_without_gradient(a: Noting, b: Noting, c: Noting) ->
         (each_when_the_backward_reaches_it, "a b b' gradient a'"),
         (a_backward_that_does_not_reach_a_block, "a b b'"),
         (one_for_all_outputs, "a b a' b'"),
-        (one_for_each_backward_with_retain_graph, "a a' a'"),
+        (one_for_several_backwards_with_retain_graph, "a a'"),
         (none_for_a_frozen_block_without_gradient, "a b b'"),
     ],
     ids=lambda one: getattr(one, "__name__", ""),

@@ -11,8 +11,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_recompute import OffloadSequential, ShardedOptimizer, TrainStep
+from paddle_recompute.distributed import parts_of_owners
 from paddle_recompute.errors import ConfigError, SyncError
-from paddle_recompute.sharding import parts_of_ranks
 from tests.distributed.mortal_ranks import results_of
 from tests.ranks import each_on_ranks
 from tests.sharding.runs import CLIPPING, WIDTH, Case, Net, Training, make_of
@@ -131,7 +131,7 @@ def test_debug_mode_names_what_differs() -> None:
 @pytest.mark.parametrize("sizes", [(10, 0, 0), (0, 0, 0), (5, 4, 0, 0, 3)])
 def test_each_rank_owns_a_parameter_where_there_are_enough(sizes: tuple[int, ...]) -> None:
     parameters = [paddle.zeros([size]) for size in sizes]
-    assert all(parts_of_ranks(parameters, 3))
+    assert all(parts_of_owners(parameters, 3))
 
 
 def test_a_parameter_without_an_owner_is_refused() -> None:

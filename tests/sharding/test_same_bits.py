@@ -26,7 +26,7 @@ three = pytest.mark.skipif(selected.is_selected(), reason="there are two simulat
     ("num_ranks", "every"),
     [
         (2, 23),
-        pytest.param(3, 97, marks=three),
+        pytest.param(3, 197, marks=three),
         pytest.param(2, 1, marks=pytest.mark.matrix),
         pytest.param(3, 7, marks=[three, pytest.mark.matrix]),
     ],

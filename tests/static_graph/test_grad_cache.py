@@ -14,6 +14,7 @@ from paddle.static import InputSpec
 from paddle_recompute import ContrastiveLoss, GradCache
 from paddle_recompute._paddle import memory
 from paddle_recompute.app.config import Config
+from paddle_recompute.captured_state import RngState
 from paddle_recompute.contrastive import _recomputation_check
 from paddle_recompute.errors import (
     ConfigError,
@@ -22,7 +23,6 @@ from paddle_recompute.errors import (
     RecomputeError,
     StaticGraphError,
 )
-from paddle_recompute.replay import RngState
 from paddle_recompute.static_graph import ProgramCache, StaticTrainStep
 from tests.bfloat16 import needs_bfloat16
 from tests.ranks import run_ranks

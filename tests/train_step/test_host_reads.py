@@ -12,9 +12,9 @@ import paddle
 import pytest
 
 from paddle_recompute import ContrastiveLoss, GradCache, recompute
+from paddle_recompute.captured_state import is_recomputing
 from paddle_recompute.errors import DivergenceError, RecomputeError
 from paddle_recompute.options import AmpConfigs
-from paddle_recompute.replay import is_recomputing
 from paddle_recompute.train_step import TrainStep, pending_metrics
 from tests.bits import assert_same_bits, values_of
 from tests.host_reads import counted

@@ -75,6 +75,6 @@ def _computed(main: Any, startup: Any, variables: list[Any]) -> list[NDArray[Any
     try:
         with paddle.static.scope_guard(scope):
             executor.run(startup)
-            return [np.array(one) for one in executor.run(main, fetch_list=variables)]
+            return [np.array(array) for array in executor.run(main, fetch_list=variables)]
     finally:
         paddle.set_rng_state(generators)

@@ -155,12 +155,14 @@ class _Programs(ProgramCache):
             operators = list(_operators(concrete.main_program))
             outputs = paddle.utils.flatten(concrete.outputs)
             made = Conversion(
-                calls_fleet=any(one.has_attr("fwd_recompute_id") for one in operators),
-                has_branches=any(_name(one) in _BRANCHES for one in operators),
-                has_loops=any(_name(one) in ("pd_op.while", "while") for one in operators),
+                calls_fleet=any(operator.has_attr("fwd_recompute_id") for operator in operators),
+                has_branches=any(_name(operator) in _BRANCHES for operator in operators),
+                has_loops=any(
+                    _name(operator) in ("pd_op.while", "while") for operator in operators
+                ),
                 in_place=next((o[1] for o in map(_NOT_IN_PLACE.search, messages) if o), ""),
                 lost_write=native().lost_write(concrete.main_program) if trains else "",
-                num_outputs=sum(hasattr(one, "stop_gradient") for one in outputs),
+                num_outputs=sum(hasattr(output, "stop_gradient") for output in outputs),
             )
             self.keeper.check(made)
             runner.training = trains
@@ -188,21 +190,23 @@ class Program:
         self._tensors: list[paddle.Tensor] = list(runner._params)
         places = {
             id(holder[key]): (holder, key)
-            for one in layer.sublayers(include_self=True)
-            for holder, keys in non_trained_state(one)
+            for sublayer in layer.sublayers(include_self=True)
+            for holder, keys in non_trained_state(sublayer)
             for key in keys
         }
         self._buffers = [
-            (index, one, *places[id(one)])
-            for index, one in enumerate(self._tensors)
-            if id(one) in places
+            (index, tensor, *places[id(tensor)])
+            for index, tensor in enumerate(self._tensors)
+            if id(tensor) in places
         ]
 
     def misfit(self) -> str:
         """Why the buffers that the Layer has now are not for the Program; "" if they are."""
-        for _, one, holder, key in self._buffers:
+        for _, buffer, holder, key in self._buffers:
             now = holder.get(key)
-            if now is not one and (not isinstance(now, paddle.Tensor) or _kind(now) != _kind(one)):
+            if now is not buffer and (
+                not isinstance(now, paddle.Tensor) or _kind(now) != _kind(buffer)
+            ):
                 return (
                     f"the buffer '{key}' was replaced by something else than a tensor of its "
                     "shape, dtype and stop_gradient; call model.forward.rollback() and "
@@ -215,8 +219,8 @@ class Program:
         execution does. A forward that is repeated reads copies of them.
         """
         now = self._tensors
-        for index, one, holder, key in self._buffers:
-            if holder.get(key) is not one:
+        for index, buffer, holder, key in self._buffers:
+            if holder.get(key) is not buffer:
                 now = list(now) if now is self._tensors else now
                 now[index] = holder.get(key)
         return now
@@ -273,9 +277,15 @@ def _warned_of() -> Iterator[list[str]]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         yield messages
-    for one in found:
-        messages.append(str(one.message))
-        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=_shown)
+    for candidate in found:
+        messages.append(str(candidate.message))
+        warnings.warn_explicit(
+            candidate.message,
+            candidate.category,
+            candidate.filename,
+            candidate.lineno,
+            registry=_shown,
+        )
 
 
 def _operators(program: Any) -> Iterator[Any]:

@@ -76,7 +76,7 @@ def recomputed_call(layer: str, *, continues: bool, discard_outputs: bool) -> It
             yield
     finally:
         _inside_a_call = False
-    calls = {own.text_attribute(one, SCOPE) for one in before}
+    calls = {own.text_attribute(mark, SCOPE) for mark in before}
     name = _name_of_call(layer, calls, continues=continues)
     for operation in added:
         own.write_text(operation, SCOPE, name)
@@ -97,20 +97,20 @@ def kept_operators() -> Iterator[None]:
 def _added() -> Iterator[list[Any]]:
     """The operators that are added to the Program inside, and compute something; filled behind."""
     own, program = native(), paddle.static.default_main_program()
-    known = {own.identity(one) for one in own.operations(program)}
+    known = {own.identity(operation) for operation in own.operations(program)}
     added: list[Any] = []
     yield added
     added += [
-        one
-        for one in own.operations(program)
-        if own.identity(one) not in known and own.computes(one)
+        operation
+        for operation in own.operations(program)
+        if own.identity(operation) not in known and own.computes(operation)
     ]
 
 
 def has_marks(program: paddle.static.Program) -> bool:
     """Whether something in `program` is to be recomputed: a wrapped Layer, or a checkpoint."""
     own = native()
-    scopes = (own.text_attribute(one, SCOPE) for one in own.operations(program))
+    scopes = (own.text_attribute(operation, SCOPE) for operation in own.operations(program))
     return any(scope is not None for scope in scopes) or bool(own.checkpoints(program))
 
 

@@ -274,7 +274,7 @@ def refuse_other_backwards() -> None:
     backward._find_op_path_ = refusing_unclaimed(
         backward._find_op_path_,
         lambda block, *_, **__: (
-            (text_attribute(one, SCOPE), text_attribute(one, CLAIMED)) for one in block.ops
+            (text_attribute(op, SCOPE), text_attribute(op, CLAIMED)) for op in block.ops
         ),
     )
 
@@ -352,7 +352,7 @@ def is_dense(variable: Variable) -> bool:
 
 def variables_after(startup: paddle.static.Program, scope: Any) -> list[str]:
     """The names of what `startup`, which has just run, has left in `scope`."""
-    return [one.name for one in startup.list_vars() if one.persistable and is_dense(one)]
+    return [var.name for var in startup.list_vars() if var.persistable and is_dense(var)]
 
 
 def add_in_place(total: Variable, value: Variable) -> None:

@@ -208,7 +208,7 @@ def cast_to_bfloat16(
                 f"2.6 trains in bfloat16 only {', '.join(_MATRIX_PRODUCTS)}; remove the others"
             )
         products = set(_MATRIX_PRODUCTS) - set(black_list)
-        everything = {one.type for block in program.blocks for one in block.ops}
+        everything = {op.type for block in program.blocks for op in block.ops}
         lists.unsupported_list = everything - products - {"cast"}
     fp16_utils.cast_model_to_fp16(program, lists, use_fp16_guard=False, dest_type=_BF16, level="O1")
     if on_cpu():

@@ -476,7 +476,7 @@ def refuse_other_backwards() -> None:
     from paddle.autograd import ir_backward
 
     def marks(*_: Any, **__: Any) -> Iterator[tuple[str | None, str | None]]:
-        for one in paddle.pir.get_current_insertion_point().block().ops:
-            yield text_attribute(one, SCOPE), text_attribute(one, CLAIMED)
+        for op in paddle.pir.get_current_insertion_point().block().ops:
+            yield text_attribute(op, SCOPE), text_attribute(op, CLAIMED)
 
     ir_backward.calc_gradient_helper = refusing_unclaimed(ir_backward.calc_gradient_helper, marks)

@@ -33,4 +33,4 @@ def sum_over_ranks(variable: Variable) -> Variable:
 def has_sums(program: paddle.static.Program) -> bool:
     """Whether the ranks exchange something in `program`; in its forward, before `minimize`."""
     own = native()
-    return any(own.kind(one) in _OPERATORS for one in own.operations(program))
+    return any(own.kind(operation) in _OPERATORS for operation in own.operations(program))

@@ -83,4 +83,4 @@ class _Hook(pir_partial_program.PartialProgramLayerHook):
 
 
 def _has_recomputed_calls(program: paddle.static.Program) -> bool:
-    return any(one.has_attr(SCOPE) for one in pir.operations(program))
+    return any(operation.has_attr(SCOPE) for operation in pir.operations(program))

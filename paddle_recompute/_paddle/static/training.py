@@ -138,7 +138,7 @@ class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
         startup: paddle.static.Program,
     ) -> None:
         super().__init__(clip_norm)
-        self._place = {name: place for place, name in enumerate(order)}
+        self._place = {name: index for index, name in enumerate(order)}
         main = paddle.static.default_main_program()
         self.norm = native().persistable("gradient_norm", like, startup, main)
 

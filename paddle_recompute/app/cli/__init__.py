@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from paddle_recompute import __version__
+from paddle_recompute._version import __version__
 from paddle_recompute.app.cli._config import config_group
 from paddle_recompute.app.cli._encoder import convert, encode, evaluate, export, mine, search
 from paddle_recompute.app.cli._init import init
@@ -47,9 +47,9 @@ _NAMES_A_FILE = re.compile("FILE|FOLDER|RUN|PAIRS")
 
 def _complete_files(command: click.Command) -> None:
     """Let a shell complete what the metavar says is a file or folder; nothing is checked here."""
-    for one in command.params:
-        if one.type is click.STRING and _NAMES_A_FILE.search(one.metavar or ""):
-            one.type = click.Path(readable=False)
+    for param in command.params:
+        if param.type is click.STRING and _NAMES_A_FILE.search(param.metavar or ""):
+            param.type = click.Path(readable=False)
     for inner in command.commands.values() if isinstance(command, click.Group) else ():
         _complete_files(inner)
 

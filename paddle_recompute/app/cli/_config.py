@@ -33,8 +33,8 @@ def show(config_file: str, changed: bool, as_json: bool, overrides: tuple[str, .
     """
     found = load_settings(config_file, overrides)
     if changed:
-        found = [one for one in found if one.source != "default"]
-    click.echo(json.dumps([vars(one) for one in found]) if as_json else _as_yaml(found))
+        found = [setting for setting in found if setting.source != "default"]
+    click.echo(json.dumps([vars(setting) for setting in found]) if as_json else _as_yaml(found))
 
 
 @configured(as_json)
@@ -94,12 +94,14 @@ def diff(left: str, right: str, as_json: bool) -> None:
     Exits with code 1 if they differ.
     """
     both = zip(load_settings(left), load_settings(right), strict=True)
-    pairs = [(one, other) for one, other in both if one.value != other.value]
+    pairs = [(setting, other) for setting, other in both if setting.value != other.value]
     if as_json:
-        click.echo(json.dumps([{"left": vars(one), "right": vars(other)} for one, other in pairs]))
+        click.echo(
+            json.dumps([{"left": vars(setting), "right": vars(other)} for setting, other in pairs])
+        )
     else:
-        for one, other in pairs:
-            click.echo(f"{one.path}: {_told(one)} -> {_told(other)}")
+        for setting, other in pairs:
+            click.echo(f"{setting.path}: {_told(setting)} -> {_told(other)}")
     if pairs:
         sys.exit(1)
 
@@ -122,12 +124,14 @@ def _as_yaml(settings: Sequence[Setting]) -> str:
     """Nested YAML, with each value's source as a comment."""
     lines: list[tuple[str, str]] = []
     opened: set[str] = set()
-    for one in settings:
-        *sections, name = one.path.split(".")
+    for setting in settings:
+        *sections, name = setting.path.split(".")
         for depth, section in enumerate(sections):
             path = ".".join(sections[: depth + 1])
             if path not in opened:
                 opened.add(path)
                 lines.append((f"{'  ' * depth}{section}:", ""))
-        lines.append((f"{'  ' * len(sections)}{name}: {line_of_yaml(one.value)}", one.source))
+        lines.append(
+            (f"{'  ' * len(sections)}{name}: {line_of_yaml(setting.value)}", setting.source)
+        )
     return "\n".join(f"{text:<40}  # {source}" if source else text for text, source in lines)

@@ -302,7 +302,7 @@ def _tell(words: str) -> None:
 def _writer(held: ExitStack, output: Path, inputs: list[Path]) -> Callable[[str], object]:
     """What writes a line of a file, which is there when `held` is closed without an error."""
     path = output.resolve()  # what a link points to
-    if path in {one.resolve() for one in inputs}:
+    if path in {given.resolve() for given in inputs}:
         raise ConfigError(f"--output {output}: is an input of this search; name another file")
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: is no plain file; without --output, the lines are printed")
@@ -429,7 +429,7 @@ def convert(
     from paddle_recompute.app.retrieval import load_encoder, write_hugging_face, write_tokenizer
     from paddle_recompute.weights import convert_weights
 
-    is_of_file = any(Path(one).suffix in _WEIGHTS for one in (source, target))
+    is_of_file = any(Path(path).suffix in _WEIGHTS for path in (source, target))
     if naming == "huggingface" and not is_of_file:
         if leave_out:
             raise ConfigError("--leave-out: is for files; a folder holds the whole encoder")

@@ -82,7 +82,7 @@ def train(config_file: str, max_restart: int, overrides: tuple[str, ...]) -> Non
 def _train(config: Config, *, config_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     from paddle_recompute.app.trainer import Trainer
 
-    sources = {one.path: one.source for one in load_settings(config_file, overrides)}
+    sources = {setting.path: setting.source for setting in load_settings(config_file, overrides)}
     return Trainer(config, sources=sources).run()
 
 

@@ -13,9 +13,9 @@ from paddle_recompute.app.config._model import ModelConfig
 from paddle_recompute.app.config._section import setting_names
 from paddle_recompute.app.config._strategy import StrategyConfig
 from paddle_recompute.app.config._yaml import line_of_yaml
+from paddle_recompute.app.config.config import Config
 from paddle_recompute.app.config.library import check_in_a_program, schedule_of, sync_arguments
 from paddle_recompute.app.config.loading import Setting, load_config, load_settings
-from paddle_recompute.app.config.schema import Config
 
 __all__ = [
     "OWN_KEY",

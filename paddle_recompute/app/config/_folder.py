@@ -236,13 +236,15 @@ def _settings(tree: dict[str, Any], file: Path, found: ModelFolder) -> None:
     of_kind = ARCHITECTURES[kind]
     rope = tree.get("rope_parameters") or {}
     tree = {**rope, **tree}
-    faults = [f"{n} is {tree[n]!r}" for n, one in _ONLY.items() if tree.get(n) not in (None, one)]
+    faults = [
+        f"{n} is {tree[n]!r}" for n, allowed in _ONLY.items() if tree.get(n) not in (None, allowed)
+    ]
     settings = {o: tree[t] for o, t in names_there(kind).items() if tree.get(t) is not None}
     settings["name"] = kind
     of_decoder = _NOT_SAID_OF_DECODERS if of_kind.is_decoder else {}
     not_said = {**_NOT_SAID, **_NOT_SAID_OF.get(kind, {}), **of_decoder}
     pad = settings.get("pad_token_id", not_said["pad_token_id"])
-    if any(one != "full_attention" for one in tree.get("layer_types") or ()):
+    if any(layer_type != "full_attention" for layer_type in tree.get("layer_types") or ()):
         faults.append("layer_types has other layers than full_attention")
     if kind in ("roberta", "xlm-roberta") and pad == 0 and "cls_token_id" in tree:
         settings["name"] = "bert"  # PaddleNLP's RoBERTa of BERT's vocabulary counts from 0
@@ -289,7 +291,10 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     if not file.is_file():
         return []
     try:
-        found = [(str(one["path"]), str(one["type"]).rpartition(".")[2]) for one in read_json(file)]
+        found = [
+            (str(module["path"]), str(module["type"]).rpartition(".")[2])
+            for module in read_json(file)
+        ]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{file}: cannot be read ({str(error)[:200]})") from error
     kinds = [kind for _, kind in found]
@@ -315,7 +320,7 @@ def _add_modules(found: ModelFolder, folder: Path, modules: list[tuple[str, str]
     limits.insert(0, of_texts.get("max_seq_length"))
     longest = settings.get("max_position_embeddings", 512)
     longest -= ARCHITECTURES[settings["name"]].first_position
-    said = next((int(one) for one in limits if isinstance(one, int | float)), longest)
+    said = next((int(limit) for limit in limits if isinstance(limit, int | float)), longest)
     found.limits = (min(said, longest), min(said, longest))
     if of_texts.get("do_lower_case"):
         faults.append("sentence_bert_config.json: do_lower_case is true")

@@ -66,8 +66,8 @@ class Values:
         """What the value is where the file does not give it."""
         *sections, name = path.split(".")
         section: type[Section] | None = self._section
-        for one in sections:
-            section = subsection(section, one) if section else None
+        for key in sections:
+            section = subsection(section, key) if section else None
         if section is None or name not in section.model_fields:
             raise AssertionError(f"{self._section.__name__} has no field {path!r}")
         inner = subsection(section, name)
@@ -187,13 +187,13 @@ def section_of(
     """
     hints = typing.get_type_hints(options)
     fields: dict[str, Any] = {}
-    for one in dataclasses.fields(options):
-        limits = {_LIMITS[name]: value for name, value in one.metadata.items() if name in _LIMITS}
-        kind = Count if hints[one.name] is int else Annotated[hints[one.name], Field(**limits)]
-        default = one.default
+    for field in dataclasses.fields(options):
+        limits = {_LIMITS[name]: value for name, value in field.metadata.items() if name in _LIMITS}
+        kind = Count if hints[field.name] is int else Annotated[hints[field.name], Field(**limits)]
+        default = field.default
         if default is dataclasses.MISSING:
-            default = Field(default_factory=one.default_factory)  # type: ignore[arg-type]
-        fields[one.name] = (kinds.get(one.name, kind), default)
+            default = Field(default_factory=field.default_factory)  # type: ignore[arg-type]
+        fields[field.name] = (kinds.get(field.name, kind), default)
     section = create_model(options.__name__, __base__=Section, __doc__=options.__doc__, **fields)
     section.rules = options.rules
     section.complete = staticmethod(complete)  # type: ignore[assignment, method-assign]
@@ -229,7 +229,10 @@ def subsection(section: type[Section], name: str) -> type[Section] | None:
     field = section.model_fields.get(name)
     if field is None:
         return None
-    kind = next((one.section for one in field.metadata if isinstance(one, Holds)), field.annotation)
+    kind = next(
+        (annotation.section for annotation in field.metadata if isinstance(annotation, Holds)),
+        field.annotation,
+    )
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
@@ -272,8 +275,8 @@ def _literal_values(section: type[Section], name: str) -> list[str]:
     """The words that the field `name` accepts, if it accepts only certain words."""
     annotation = section.model_fields[name].annotation
     options = [annotation, *typing.get_args(annotation)]
-    literals = [one for one in options if typing.get_origin(one) is Literal]
-    words = [word for one in literals for word in typing.get_args(one)]
+    literals = [option for option in options if typing.get_origin(option) is Literal]
+    words = [word for literal in literals for word in typing.get_args(literal)]
     return [word for word in words if isinstance(word, str)]
 
 

@@ -16,7 +16,9 @@ _SEPARATE = "micro-batches have separate losses, and chunks, which bound the mem
 def _apart(*rows: tuple[str, str, str]) -> tuple[Rule, ...]:
     """`apart` of each row: a condition, others with spaces between, and the reason."""
     return tuple(
-        rule for one, others, reason in rows for rule in apart(one, *others.split(), because=reason)
+        rule
+        for path, others, reason in rows
+        for rule in apart(path, *others.split(), because=reason)
     )
 
 

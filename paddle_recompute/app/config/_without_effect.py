@@ -8,20 +8,17 @@ and many, with recompute and, by an override, without. So it is said, once, when
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from paddle_recompute.app.config._section import Values, setting_names
+from paddle_recompute.app.config.schema import ConfigFields
 from paddle_recompute.options import in_yaml
-
-if TYPE_CHECKING:
-    from paddle_recompute.app.config.schema import Config
 
 _UNUSED = "strategy.find_unused_parameters"
 _BUCKETS = "strategy.fuse_grad_size_in_MB"
 _SWITCH = "recompute.enable"
 
 
-def without_effect(config: Config) -> list[str]:
+def without_effect(config: ConfigFields) -> list[str]:
     """A sentence for each setting that is not at its default and has no effect."""
     v = Values(type(config), config.model_dump())
     alone, is_plain, is_static = config.world_size == 1, not v[_SWITCH], v["mode"] == "static"
@@ -57,6 +54,6 @@ def without_effect(config: Config) -> list[str]:
         f"{path}: {in_yaml(v[path])} has no effect here: {reason}"
         for holds, patterns, reason in rows
         for path in (setting_names(type(config)) if holds else ())
-        if any(fnmatchcase(path, one) for one in patterns.split()) and path != _SWITCH
+        if any(fnmatchcase(path, pattern) for pattern in patterns.split()) and path != _SWITCH
         if v[path] != v.default(path)
     ]

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from paddle_recompute.app.config._section import Values
 from paddle_recompute.app.config._together import IN_A_PROGRAM
+from paddle_recompute.app.config.schema import ConfigFields
 from paddle_recompute.errors import ConfigError
 
 if TYPE_CHECKING:
     from paddle.optimizer.lr import LRScheduler
 
-    from paddle_recompute.app.config.schema import Config
     from paddle_recompute.static_graph import StaticConfig
     from paddle_recompute.train_step import OptimizerConfig
 
 
-def optimizer_config(config: Config) -> OptimizerConfig:
+def optimizer_config(config: ConfigFields) -> OptimizerConfig:
     """AdamW, or what ``strategy.lamb`` or ``strategy.lars`` makes of it, as fleet does."""
     from paddle_recompute.train_step import OptimizerConfig
 
@@ -39,7 +39,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
     return OptimizerConfig(weight_decay=config.train.weight_decay)
 
 
-def schedule_of(config: Config, total_steps: int) -> LRScheduler:
+def schedule_of(config: ConfigFields, total_steps: int) -> LRScheduler:
     """The learning rate of every step: see `train_step.build_schedule`."""
     from paddle_recompute.train_step import build_schedule
 
@@ -49,7 +49,7 @@ def schedule_of(config: Config, total_steps: int) -> LRScheduler:
     )
 
 
-def sync_arguments(config: Config) -> dict[str, Any]:
+def sync_arguments(config: ConfigFields) -> dict[str, Any]:
     """The arguments of `GradientSync` beside the model."""
     size = {"bucket_bytes": config.strategy.fuse_grad_size_in_MB * 2**20}
     return {
@@ -59,7 +59,7 @@ def sync_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def check_in_a_program(config: Config, *, is_trained: bool = False) -> None:
+def check_in_a_program(config: ConfigFields, *, is_trained: bool = False) -> None:
     """Refuse what a static graph cannot honour, as a configuration in ``mode: static`` does itself.
 
     Args:
@@ -77,7 +77,7 @@ def check_in_a_program(config: Config, *, is_trained: bool = False) -> None:
         raise ConfigError(f"a static graph cannot honour:\n{told}")
 
 
-def static_config(config: Config) -> StaticConfig:
+def static_config(config: ConfigFields) -> StaticConfig:
     """What a Program follows.
 
     Raises:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from paddle_recompute.app.config._model import PRESETS
 from paddle_recompute.app.config._section import MISSING, allowed
 from paddle_recompute.app.config._yaml import LARGEST, parse
-from paddle_recompute.app.config.schema import Config
+from paddle_recompute.app.config.config import Config
 from paddle_recompute.errors import ConfigError
 
 _SHOWN = 60  # characters of a received value in a message
@@ -87,7 +87,7 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> list[Setti
     return [Setting(name, value, told(name)) for name, value in config.settings().items()]
 
 
-def _load(path: str | Path, overrides: Sequence[str]) -> tuple[Config, _Source]:
+def _load(path: str | Path, overrides: Sequence[str]) -> tuple[Config, _ReadFile]:
     source = _read(Path(path))
     faults = [_apply(source, override) for override in overrides]
     messages = [message for message in faults if message]
@@ -106,14 +106,14 @@ def _load(path: str | Path, overrides: Sequence[str]) -> tuple[Config, _Source]:
 
 
 @dataclass
-class _Source:
+class _ReadFile:
     """The tree as given, and where each of its values stands."""
 
     tree: dict[str, Any]
     places: dict[str, str] = field(default_factory=dict)  # dotted path -> "line 3"
 
 
-def _read(path: Path) -> _Source:
+def _read(path: Path) -> _ReadFile:
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(LARGEST + 1)
@@ -133,10 +133,10 @@ def _read(path: Path) -> _Source:
         raise ConfigError(
             f"{path}: must hold a YAML mapping (key: value lines), it holds {received}"
         )
-    return _Source(tree, places)
+    return _ReadFile(tree, places)
 
 
-def _apply(source: _Source, override: str) -> str | None:
+def _apply(source: _ReadFile, override: str) -> str | None:
     """Put one override into the tree; returns what is wrong with it, if anything is."""
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
@@ -164,7 +164,7 @@ def _apply(source: _Source, override: str) -> str | None:
     return None
 
 
-def _messages(error: ValidationError, source: _Source) -> list[str]:
+def _messages(error: ValidationError, source: _ReadFile) -> list[str]:
     """One line per fault: dotted path, where it stands, the value received, what is allowed."""
     messages = []
     for details in error.errors(include_url=False):

@@ -7,11 +7,10 @@ honour is refused with an error; it is never ignored in silence.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from paddle_recompute.app.config import library
 from paddle_recompute.app.config._contrastive import ContrastiveConfig
 from paddle_recompute.app.config._data import DataConfig
 from paddle_recompute.app.config._folder import ARCHITECTURES, tokenizer_beside
@@ -29,12 +28,7 @@ from paddle_recompute.app.config._sync import SyncConfig
 from paddle_recompute.app.config._together import WHAT_GOES_TOGETHER
 from paddle_recompute.app.config._train import TrainConfig
 from paddle_recompute.app.config._types import ByteCount, Count
-from paddle_recompute.app.config._without_effect import without_effect
 from paddle_recompute.options import AUTO, RecomputeConfig
-
-if TYPE_CHECKING:
-    from paddle_recompute.static_graph import StaticConfig
-    from paddle_recompute.train_step import OptimizerConfig
 
 
 class LaunchConfig(Section):
@@ -133,21 +127,8 @@ RecomputeSection = section_of(
 )
 
 
-class Config(Section):
-    """The whole configuration of one training run, the same tree for both modes.
-
-    Attributes:
-        mode: Dygraph: eager execution; static: the same training as a Program; a checkpoint of one
-            mode can be resumed in the other.
-        model: The encoder.
-        recompute: Which sublayers are recomputed.
-        strategy: Fields of fleet.DistributedStrategy.
-        sync: Gradient synchronization.
-        contrastive: Batch and loss.
-        data: The text pairs.
-        train: The training loop.
-        launch: Ranks, machines and device.
-    """
+class ConfigFields(Section):
+    """The fields of `Config`, and what follows from them alone."""
 
     rules = (
         *WHAT_GOES_TOGETHER,
@@ -203,11 +184,6 @@ class Config(Section):
         return self.launch.device == "gpu" if measure == "auto" else measure
 
     @property
-    def optimizer(self) -> OptimizerConfig:
-        """The library's options of the optimizer."""
-        return library.optimizer_config(self)
-
-    @property
     def tokenizer_file(self) -> Path | None:
         """The file of ``data.tokenizer``, or that beside the weights of ``model.init_from``.
 
@@ -218,18 +194,10 @@ class Config(Section):
             return tokenizer_beside(self.model.init_from) if self.model.init_from else None
         return (tokenizer_beside(place) if place.is_dir() else None) or place
 
-    def for_static(self) -> StaticConfig:
-        """What a Program follows; raises ConfigError where a static graph cannot honour it."""
-        return library.static_config(self)
-
     def settings(self) -> dict[str, Any]:
         """Every value by its dotted path, ``"train.max_steps"``, in plain YAML/JSON types."""
-        values = Values(Config, self.to_dict())
-        return {name: values[name] for name in setting_names(Config)}
-
-    def without_effect(self) -> list[str]:
-        """The settings that change nothing in this run, each with the reason, in sentences."""
-        return without_effect(self)
+        values = Values(type(self), self.to_dict())
+        return {name: values[name] for name in setting_names(type(self))}
 
     def to_dict(self) -> dict[str, Any]:
         """The whole tree in plain YAML/JSON types; ``Config.model_validate`` reads it back."""

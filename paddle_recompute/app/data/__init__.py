@@ -6,8 +6,8 @@ from paddle_recompute.app.data.lines import parsed
 from paddle_recompute.app.data.loader import PairLoader, Position, build_loader
 from paddle_recompute.app.data.pairs import Pair, read_pairs
 from paddle_recompute.app.data.prepare import (
+    DataDigest,
     PreparedData,
-    Source,
     check_files,
     check_vocabulary,
     prepare_data,
@@ -16,13 +16,13 @@ from paddle_recompute.app.data.split import Split, normal_form, split_pairs
 from paddle_recompute.app.data.tokenizer import PairTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
+    "DataDigest",
     "JudgedQueries",
     "Pair",
     "PairLoader",
     "PairTokenizer",
     "Position",
     "PreparedData",
-    "Source",
     "Split",
     "build_loader",
     "check_files",

@@ -223,8 +223,8 @@ def build_loader(
 
     longest = limits.max_positive_tokens
     texts = {
-        "query": tokenized(of_query, (one.query for one in pairs), limits.max_query_tokens),
-        "positive": tokenized(of_document, (one.positive for one in pairs), longest),
+        "query": tokenized(of_query, (row.query for row in pairs), limits.max_query_tokens),
+        "positive": tokenized(of_document, (row.positive for row in pairs), longest),
     }
     negatives = None
     if section.hard_negatives:

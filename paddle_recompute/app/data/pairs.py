@@ -139,7 +139,7 @@ def read_pairs(
     notes = parser.notes()
     if not pairs:
         why = [f"{len(skipped)} bad lines, the first: {skipped[0]}"] if skipped else notes
-        raise DataError(f"{path}: contains no pair" + "".join(f" ({one})" for one in why))
+        raise DataError(f"{path}: contains no pair" + "".join(f" ({reason})" for reason in why))
     return PairFile(pairs, skipped, digest.hexdigest(), notes)
 
 
@@ -198,9 +198,9 @@ class _Parser:
         if len(columns) == 1:
             raise BadLine("1 column, expected query<TAB>positive[<TAB>negative...]")
         texts: dict[str, list[str]] = {name: [] for name in _NAMES.values()}
-        for place, (name, text) in enumerate(zip(names, columns, strict=False), 1):
+        for index, (name, text) in enumerate(zip(names, columns, strict=False), 1):
             if not text and name != "title":
-                raise BadLine(f"empty {name} (column {place})")
+                raise BadLine(f"empty {name} (column {index})")
             texts[name].append(text)
         return self._pairs(texts)
 
@@ -262,8 +262,8 @@ class _Parser:
         if "0" in texts["label"]:
             self._counts["label"] += 1
             return []
-        title = [one for one in texts["title"] if one not in _NO_TITLE]
-        positives = [" ".join([*title, one]) for one in texts["positive"]]
+        title = [text for text in texts["title"] if text not in _NO_TITLE]
+        positives = [" ".join([*title, text]) for text in texts["positive"]]
         count = len(set(negatives))
         if not set(positives).isdisjoint(negatives):
             raise BadLine("a negative equals the positive")
@@ -277,7 +277,7 @@ class _Parser:
                 f"{count} different negatives, fewer than contrastive.hard_negatives: "
                 f"{self._least}; add negatives, lower the number, or set contrastive.fill: random"
             )
-        return [Pair(query, one, tuple(negatives)) for one in dict.fromkeys(positives)]
+        return [Pair(query, positive, tuple(negatives)) for positive in dict.fromkeys(positives)]
 
 
 def _texts(found: dict[str, Any], key: str) -> list[str]:
@@ -288,10 +288,16 @@ def _texts(found: dict[str, Any], key: str) -> list[str]:
     """
     value = found[key]
     given = value if isinstance(value, list) else [value]
-    named = {f"{key}[{place}]" if given is value else key: one for place, one in enumerate(given)}
+    named = {
+        f"{key}[{index}]" if given is value else key: content for index, content in enumerate(given)
+    }
     texts = []
-    for name, one in named.items():
-        text = titled_text(one) if isinstance(one, dict) and "text" in one else text_of(named, name)
+    for name, content in named.items():
+        text = (
+            titled_text(content)
+            if isinstance(content, dict) and "text" in content
+            else text_of(named, name)
+        )
         if not text:
             raise BadLine(f"empty {name}")
         texts.append(text)

@@ -22,15 +22,14 @@ from paddle_recompute.app.data.split import (
 from paddle_recompute.app.data.tokenizer import (
     PairTokenizer,
     load_tokenizer,
-    train_tokenizer,
-    vocabulary_key,
 )
+from paddle_recompute.app.data.tokenizer_cache import cached_tokenizer
 from paddle_recompute.errors import CheckpointError, ConfigError, DataError
 
 _SHOWN_REASONS = 5
 
 
-class Source(NamedTuple):
+class DataDigest(NamedTuple):
     """What a run must have again to go on, and on all ranks."""
 
     file: str
@@ -61,7 +60,7 @@ class PreparedData:
     target: list[int]
     tokenizer: PairTokenizer
     notes: list[str] = field(default_factory=list)
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[str, DataDigest] = field(default_factory=dict)
 
 
 def check_files(config: Config) -> None:
@@ -129,7 +128,7 @@ def prepare_data(
     barrier: Callable[[], None],
     *,
     tokenizer_file: Path | None = None,
-    compare: Callable[[Mapping[str, Source]], None] | None = None,
+    compare: Callable[[Mapping[str, DataDigest]], None] | None = None,
 ) -> PreparedData:
     """Read, split and tokenize; slow results are computed once and kept in ``data.cache_dir``.
 
@@ -160,7 +159,7 @@ def prepare_data(
     else:
         raise DataError("data.source is files, but data.train_file is not given")
     split = _split(config, train_file, seed, account, run.contrastive.negatives_of_a_line)
-    account.sources["split"] = Source(str(train_file), digest_of(split))
+    account.sources["split"] = DataDigest(str(train_file), digest_of(split))
     if compare is not None:
         compare(account.sources)
     pool = build_pool(split, config.pool_size, seed)
@@ -172,16 +171,12 @@ def prepare_data(
         for text in (of_query + pair.query, of_document + pair.positive)
     ]
     if tokenizer_file is None:
-        key = vocabulary_key(texts, config.vocab_size)
-        tokenizer_file = config.cache_dir / f"tokenizer-{key}.json"
-        if is_main_rank and not tokenizer_file.exists():
-            train_tokenizer(texts, tokenizer_file, config.vocab_size)
-        barrier()
-        # A rank with other texts than the main rank looks for another file.
-        require_file(tokenizer_file)
+        tokenizer_file = cached_tokenizer(
+            texts, config.vocab_size, config.cache_dir, barrier, trains=is_main_rank
+        )
     tokenizer = load_tokenizer(tokenizer_file, pad_id=run.model.pad_token_id)
     account.notes += tokenizer.notes
-    account.sources["tokenizer"] = Source(str(tokenizer_file), tokenizer.sha256)
+    account.sources["tokenizer"] = DataDigest(str(tokenizer_file), tokenizer.sha256)
     if compare is not None:
         compare(account.sources)
     asked = [of_query + pair.query for pair in split.valid]
@@ -233,7 +228,7 @@ class _Account:
     """What was read, and sentences about what is left out."""
 
     notes: list[str] = field(default_factory=list)
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[str, DataDigest] = field(default_factory=dict)
 
     def note(self, count: int, what: str) -> None:
         if count:
@@ -307,7 +302,7 @@ def _read(
         negatives=(least if name == "train_file" else 0, most),
     )
     account.notes += found.notes
-    account.sources[f"data.{name}"] = Source(str(path), found.sha256)
+    account.sources[f"data.{name}"] = DataDigest(str(path), found.sha256)
     shown = "; ".join(found.skipped[:_SHOWN_REASONS])
     more = len(found.skipped) - _SHOWN_REASONS
     account.note(

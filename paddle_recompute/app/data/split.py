@@ -72,8 +72,8 @@ def split_pairs(pairs: Iterable[Pair], *, valid_pairs: int, seed: int) -> Split:
             "data.valid_pairs, or give the pairs to evaluate on in data.valid_file"
         )
     return Split(
-        train=[pair for place, pair in enumerate(unique) if place not in held_out],
-        valid=[pair for place, pair in enumerate(unique) if place in held_out],
+        train=[pair for index, pair in enumerate(unique) if index not in held_out],
+        valid=[pair for index, pair in enumerate(unique) if index in held_out],
         num_duplicates=num_duplicates,
     )
 
@@ -142,8 +142,8 @@ def _groups(pairs: Sequence[Pair]) -> dict[str, list[int]]:
         one, other = _root(parents, query), _root(parents, positive)
         parents[max(one, other)] = min(one, other)
     groups: dict[str, list[int]] = {}
-    for place, (query, _) in enumerate(keys):
-        groups.setdefault(_root(parents, query), []).append(place)
+    for index, (query, _) in enumerate(keys):
+        groups.setdefault(_root(parents, query), []).append(index)
     return groups
 
 

@@ -34,8 +34,8 @@ _PADDING = ("[PAD]", "<pad>", "<|endoftext|>")
 # In a text these are letters, so that no text can end itself early or hide a part of itself.
 _LITERAL = {"[PAD]", "[CLS]", "[SEP]", "[MASK]", "<pad>", "<s>", "</s>", "<mask>"}
 
-# Part of a vocabulary's key; raise it when training makes another vocabulary.
-_VERSION = 3
+# Part of the key in `tokenizer_cache`; raise it when training makes another vocabulary.
+TRAINING_VERSION = 3
 _INNER = "##"  # prefix of a piece that does not begin its word
 _TEXTS_AT_ONCE = 10_000
 _LONGEST_WORD = 100
@@ -115,7 +115,7 @@ class PairTokenizer:
         self.unknown: int | None = tokenizer.token_to_id(unknown)
         self._barred = {pad_id, *self._before, *self._after}
         known = tokenizer.get_vocab()
-        self.special_tokens = [one for one in SPECIAL_TOKENS if one in known]
+        self.special_tokens = [token for token in SPECIAL_TOKENS if token in known]
         self.vocab_size: int = max(known.values()) + 1
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
 
@@ -152,7 +152,7 @@ class PairTokenizer:
                 found = encoding.ids
                 # Unigram knows "<s>" as a piece, too.
                 if self.unknown is not None and not self._barred.isdisjoint(found):
-                    found = [self.unknown if one in self._barred else one for one in found]
+                    found = [self.unknown if number in self._barred else number for number in found]
                 num_cut += len(found) > room
                 num_unknown += self.unknown in found
                 ids += [*self._before, *found[:room], *self._after]
@@ -182,7 +182,7 @@ class PairTokenizer:
         ``encode_special_tokens = True``, which makes a text ``[SEP]`` ordinary text; tokens that
         others call special are not special in it, so they stay whole.
         """
-        copy = _tokenizers().Tokenizer.from_str(self._tokenizer.to_str())
+        copy = tokenizers_package().Tokenizer.from_str(self._tokenizer.to_str())
         copy.enable_truncation(max_tokens)
         pad_id = copy.token_to_id(self.pad_token)
         copy.enable_padding(pad_id=pad_id, pad_token=self.pad_token)
@@ -207,7 +207,7 @@ def load_tokenizer(path: str | Path, *, pad_id: int = PAD_ID) -> PairTokenizer:
             with ``[CLS]`` and ``[SEP]``, or what else it puts around a text.
         DependencyError: The package `tokenizers` is not installed.
     """
-    tokenizers, path, notes = _tokenizers(), Path(path), list[str]()
+    tokenizers, path, notes = tokenizers_package(), Path(path), list[str]()
     is_list = path.suffix == ".txt"
     try:
         if is_list:
@@ -230,13 +230,13 @@ def load_tokenizer(path: str | Path, *, pad_id: int = PAD_ID) -> PairTokenizer:
     with _as_data_error(f"{path}: not a tokenizer.json"):
         tokenizer = tokenizers.Tokenizer.from_str(text)
         if added := [
-            one
-            for one in tree.get("added_tokens") or ()
-            if one["special"] and one["content"] not in _LITERAL
+            token
+            for token in tree.get("added_tokens") or ()
+            if token["special"] and token["content"] not in _LITERAL
         ]:
             # encode_special_tokens would divide them; the others stay special.
-            for one in added:
-                one["special"] = False
+            for token in added:
+                token["special"] = False
             tokenizer = tokenizers.Tokenizer.from_str(json.dumps(tree))
     tokenizer.no_truncation()
     of_file = tokenizer.padding or {}
@@ -245,9 +245,9 @@ def load_tokenizer(path: str | Path, *, pad_id: int = PAD_ID) -> PairTokenizer:
     found = [(name, tokenizer.token_to_id(name)) for name in names if name is not None]
     padding = next((pair for pair in found if pair[1] is not None), ("no [PAD]", None))
     with _as_data_error(f"{path}: not a tokenizer.json"):
-        around = [one for side in _frame(tokenizer) for one in side]
+        around = [token for side in _frame(tokenizer) for token in side]
     # Qwen ends a text by what it pads with; then the padding is a row that no text has.
-    added = [None, *(one["content"] for one in tree.get("added_tokens") or ())]
+    added = [None, *(token["content"] for token in tree.get("added_tokens") or ())]
     is_free = pad_id not in around and tokenizer.id_to_token(pad_id) in added
     if padding[1] != pad_id and not (padding[1] in around and is_free):
         raise DataError(f"{path}: has {padding}; the padding must be the entry {pad_id}")
@@ -289,9 +289,9 @@ def _from_entries(tokenizers: types.ModuleType, path: Path, notes: list[str]) ->
     if not all(number.isdecimal() for _, tab, number in entries if tab):
         raise ValueError("a line is not entry<TAB>id")
     vocab = {
-        entry: int(number) if tab else place for place, (entry, tab, number) in enumerate(entries)
+        entry: int(number) if tab else index for index, (entry, tab, number) in enumerate(entries)
     }
-    if missing := [one for one in SPECIAL_TOKENS[:4] if one not in vocab]:
+    if missing := [token for token in SPECIAL_TOKENS[:4] if token not in vocab]:
         raise ValueError(f"a vocab.txt of BERT or ERNIE has the entries {', '.join(missing)}")
     if len(set(vocab.values())) < len(vocab):
         raise ValueError("two entries have one id")
@@ -304,8 +304,8 @@ def _from_entries(tokenizers: types.ModuleType, path: Path, notes: list[str]) ->
         if not all(isinstance(number, int) for number in tokens.values()):
             raise DataError(f"{added}: is not a token with its id each")
         names = sorted(tokens, key=lambda name: tokens[name])
-        tokenizer.add_tokens([one for one in names if one not in vocab])
-        if wrong := [one for one in names if tokenizer.token_to_id(one) != tokens[one]]:
+        tokenizer.add_tokens([token for token in names if token not in vocab])
+        if wrong := [token for token in names if tokenizer.token_to_id(token) != tokens[token]]:
             raise DataError(
                 f"{added}: {wrong[0]!r} is the entry {tokens[wrong[0]]}; its place behind those of "
                 f"{path.name} is {tokenizer.token_to_id(wrong[0])}"
@@ -331,8 +331,10 @@ def _settings(path: Path, entries: Iterable[str], notes: list[str]) -> dict[str,
                     f"{beside}: {key} is {value!r:.40}; allowed are true, false and null"
                 )
     if "lowercase" not in settings:
-        cased = [one for one in entries if one.lower() != one.upper() and one[:1] not in "[<"]
-        capital = sum(one != one.lower() for one in cased)
+        cased = [
+            entry for entry in entries if entry.lower() != entry.upper() and entry[:1] not in "[<"
+        ]
+        capital = sum(entry != entry.lower() for entry in cased)
         settings["lowercase"] = capital <= _CASED * len(cased)
         notes.append(
             f"{path}: {capital} of {len(cased)} entries have a capital letter, so texts "
@@ -385,7 +387,7 @@ def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> 
     """
     if not any(text.strip() for text in texts):
         raise DataError("the training texts contain no word, so there is no vocabulary to learn")
-    tokenizers = _tokenizers()
+    tokenizers = tokenizers_package()
     tokenizer = _untrained(tokenizers, {token: i for i, token in enumerate(SPECIAL_TOKENS)})
     every = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     # No word begins with a byte that continues a character, 0x80 to 0xBF. The trainer needs them.
@@ -407,18 +409,6 @@ def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> 
     kept = [piece for piece, _ in pieces if piece not in continuing]
     vocab = {piece: number for number, piece in enumerate(kept[:vocab_size])}
     write_whole(Path(path), _untrained(tokenizers, vocab).to_str(pretty=True))
-
-
-def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:
-    """16 hexadecimal digits of everything that decides what `train_tokenizer` writes.
-
-    The texts depend on the files, the seed and the split, so these need not be included.
-    """
-    decisive = f"{_VERSION} {_tokenizers().__version__} {vocab_size}"
-    digest = hashlib.sha256(decisive.encode())
-    for text in texts:
-        digest.update(b"\0" + text.encode())
-    return digest.hexdigest()[:16]
 
 
 def _untrained(tokenizers: types.ModuleType, vocab: dict[str, int]) -> Any:
@@ -466,7 +456,7 @@ def _in_lots(texts: Sequence[str]) -> Iterator[list[str]]:
         yield some
 
 
-def _tokenizers() -> types.ModuleType:
+def tokenizers_package() -> types.ModuleType:
     """The package `tokenizers`, set to one thread unless the user decides otherwise.
 
     Its threads do not survive a fork, and it prints a warning (up to 0.22) in every process that

@@ -163,9 +163,9 @@ def _environments(config: Config, common: dict[str, str]) -> Iterator[dict[str, 
     """The variables of each rank: `common`, and those that Paddle's launcher (2.6, 3.x) sets."""
     with ExitStack() as bound:
         sockets = [bound.enter_context(socket.socket()) for _ in range(config.launch.num_ranks + 1)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        master, *endpoints = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+        for opened in sockets:
+            opened.bind(("127.0.0.1", 0))
+        master, *endpoints = [f"127.0.0.1:{opened.getsockname()[1]}" for opened in sockets]
     is_on_cpu = config.launch.device == "cpu"
     for rank, endpoint in enumerate(endpoints):
         on_gpu = {"FLAGS_selected_gpus": str(rank)}  # among those that are visible

@@ -155,7 +155,10 @@ def _faults(left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance
         ("gradient", left.gradients, right.gradients, tolerance.gradient, largest),
         ("parameter", left.parameters, right.parameters, movement, _root_mean_square),
     ):
-        wrong = {name: one.words for name, one in differences(our, their, allowed, measure).items()}
+        wrong = {
+            name: difference.words
+            for name, difference in differences(our, their, allowed, measure).items()
+        }
         for name in {**our, **their}:
             if name in our and not np.isfinite(our[name]).all():
                 yield f"{what} of {name}: it is not finite"
@@ -169,7 +172,7 @@ class _Movement:
     def __init__(self, left: Outcome, initial: Arrays, tolerance: Tolerance) -> None:
         self._left, self._initial, self._tolerance = left, initial, tolerance
         self._farthest = sum(left.learning_rates)
-        gradients = {name: largest(one) for name, one in left.gradients.items()}
+        gradients = {name: largest(gradient) for name, gradient in left.gradients.items()}
         noise = NOISE * max(filter(np.isfinite, gradients.values()), default=0.0)
         self._noise = {name for name, size in gradients.items() if size < noise}
 

@@ -80,8 +80,8 @@ def train_and_compare(config: Config, *, steps: int, say: Callable[[str], Any]) 
     notes, why_not_fleet = _notes(config), _what_fleet_has_not(config)
     rank = join_ranks(config)
     configs = {run: _config_for(config, run) for run in RUNS if run != FLEET or not why_not_fleet}
-    for one in configs.values():
-        check_mode(one)
+    for each_config in configs.values():
+        check_mode(each_config)
     data = prepare_data(config, rank, barrier)
     loader = build_loader(config, data, rank)
     vocab_size = data.tokenizer.vocab_size
@@ -114,7 +114,9 @@ def train_and_compare(config: Config, *, steps: int, say: Callable[[str], Any]) 
         if right in outcomes
     ]
     faults += [
-        f"{one['left']} and {one['right']}: {one['fault']}" for one in comparisons if one["fault"]
+        f"{comparison['left']} and {comparison['right']}: {comparison['fault']}"
+        for comparison in comparisons
+        if comparison["fault"]
     ]
     report = {
         "ok": not faults,
@@ -122,8 +124,8 @@ def train_and_compare(config: Config, *, steps: int, say: Callable[[str], Any]) 
         "notes": notes,
         "ranks": config.world_size,
         "runs": {
-            run: {"losses": one.losses, "grad_norms": one.grad_norms}
-            for run, one in outcomes.items()
+            run: {"losses": outcome.losses, "grad_norms": outcome.grad_norms}
+            for run, outcome in outcomes.items()
         },
         "comparisons": comparisons,
     }
@@ -234,4 +236,4 @@ def _that_differ(found: Outcome) -> list[str]:
     }
     own |= {"the loss": found.losses, "the gradient norm": found.grad_norms}
     ranks = values_of_ranks(own, "what a run gave")
-    return [name for name in own if any(one.get(name) != own[name] for one in ranks)]
+    return [name for name in own if any(rank.get(name) != own[name] for rank in ranks)]

@@ -189,7 +189,7 @@ def curves_of(runs: Sequence[RunFiles]) -> dict[str, figure]:
     share a chart.
     """
     groups: dict[str, list[str]] = {title: [] for title in _TITLES.values()}
-    for name in dict.fromkeys(name for run in runs for one in run.metrics for name in one):
+    for name in dict.fromkeys(name for run in runs for metric in run.metrics for name in metric):
         if name not in _NOT_DRAWN and any(_points(run, name)[0] for run in runs):
             title = _title(name)
             if len(runs) > 1 and name not in _TITLES and title != name:
@@ -224,7 +224,11 @@ def _title(name: str) -> str:
 
 def _points(run: RunFiles, name: str) -> tuple[list[float], list[float | None]]:
     """Steps and values. A record without the figure is left out; one that has no value is a gap."""
-    found = [(one["step"], one[name]) for one in run.metrics if name in one and _drawn(one[name])]
+    found = [
+        (metric["step"], metric[name])
+        for metric in run.metrics
+        if name in metric and _drawn(metric[name])
+    ]
     if all(value is None for _, value in found):
         return [], []
     unit = MIB if name == "peak_bytes" else 1
@@ -283,8 +287,8 @@ def _bars(number: int, lane: dict[str, Any]) -> Iterator[_Bar]:
     ends = ("began", "backward_ended", "synchronized", "ended")
     for kind, left, right in zip(_KINDS, ends, ends[1:], strict=False):
         yield _Bar(row, kind, lane[left], lane[right], row)
-    for place, (size, queued, started, ended) in enumerate(lane["buckets"]):
-        what = f"bucket {place}, {format_bytes(size)}"
+    for index, (size, queued, started, ended) in enumerate(lane["buckets"]):
+        what = f"bucket {index}, {format_bytes(size)}"
         yield _Bar(sends, "bucket waits", queued, started, what)
         yield _Bar(sends, "bucket is summed", started, ended, what)
 

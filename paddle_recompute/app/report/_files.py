@@ -155,7 +155,7 @@ class RunFiles:
             is_running = is_held(folder)
         events = read_records(folder / EVENTS, "time")
         # An earlier run may have left its plan; one of an earlier version notes no policy.
-        starts = [one for one in events if one["event"] == "start"]
+        starts = [event for event in events if event["event"] == "start"]
         settings = starts[-1].get("config", {}).get("recompute", {}) if starts else {}
         has_plan = settings.get("policy", "budget") == "budget" and (folder / PLAN).exists()
         plan = RecomputePlan.load(folder / PLAN) if has_plan else None
@@ -178,7 +178,7 @@ class RunFiles:
 
     def last(self, event: str) -> dict[str, Any]:
         """The last record of an event; empty: there is none."""
-        return next((one for one in reversed(self.events) if one["event"] == event), {})
+        return next((entry for entry in reversed(self.events) if entry["event"] == event), {})
 
     @property
     def state(self) -> str:

@@ -144,15 +144,15 @@ def run_page(run: RunFiles) -> dict[str, Any]:
     if lengths := data.get("lengths"):
         charts["lengths"] = chart(
             [
-                Curve(side, range(len(one["counts"])), one["counts"])
-                for side, one in lengths.items()
+                Curve(side, range(len(histogram["counts"])), histogram["counts"])
+                for side, histogram in lengths.items()
             ],
             x_label="tokens",
             y_label="training texts",
             from_zero=True,
         )
     last = run.metrics[-1]["step"] if run.metrics else 0
-    told = {one["when"]: one["queries"] for one in run.events if one["event"] == "examples"}
+    told = {event["when"]: event["queries"] for event in run.events if event["event"] == "examples"}
     return {
         "template": "run.html",
         "charts": charts,
@@ -168,7 +168,7 @@ def run_page(run: RunFiles) -> dict[str, Any]:
         "titles": list(curves),
         "retrieval": retrieval_rows(record),
         "step": lanes.get("step"),
-        "lanes": [row_of(*one) for one in enumerate(lanes.get("ranks", ()))],
+        "lanes": [row_of(*lane) for lane in enumerate(lanes.get("ranks", ()))],
         "before": told.get("untrained", []),
         "after": told.get("trained", []),
         "data": data,
@@ -176,7 +176,7 @@ def run_page(run: RunFiles) -> dict[str, Any]:
 
 
 def _peak(run: RunFiles) -> int | None:
-    peaks = [one["peak_bytes"] for one in run.metrics if one.get("peak_bytes") is not None]
+    peaks = [metric["peak_bytes"] for metric in run.metrics if metric.get("peak_bytes") is not None]
     return max(peaks, default=None)
 
 
@@ -184,7 +184,7 @@ def _tiles(run: RunFiles) -> Iterator[tuple[str, str]]:
     record = run.record
     for name, before, after in retrieval_rows(record, ".1%")[:2]:
         yield after, name if before == "-" else f"{name}, {before} before training"
-    losses = [one["loss"] for one in run.metrics if one.get("loss") is not None]
+    losses = [metric["loss"] for metric in run.metrics if metric.get("loss") is not None]
     if losses:
         yield f"{losses[-1]:.4g}", f"loss, {losses[0]:.4g} at first"
     peak, plain = record.get("peak_bytes", _peak(run)), record.get("plain_peak_bytes")

@@ -1,13 +1,14 @@
 """The run from configuration to report: data, steps, evaluation, checkpoints, resume.
 
 `Trainer.run` loads the pairs (`setup`), measures the memory of a step and chooses chunks or a plan
-(`memory`, `chunk_search`, `budget_plan`), builds the step (`step`), and runs it
-(`loop`). What happens around the steps are callbacks: figures (`recorder`, `boards`), evaluations
-(`evaluation`), saves (`checkpoints`), and what is said and noted (`events`).
+(`peak_memory`, `chunk_search`, `budget_plan`), builds the step (`step`), restores it from a
+checkpoint (`resume`), and runs it (`loop`). Callbacks run around the steps: figures (`recorder`,
+`boards`), evaluations (`evaluation`), saves (`checkpoints`), console output and event log
+(`events`).
 """
 
 from paddle_recompute.app.trainer.budget_plan import step_seed
-from paddle_recompute.app.trainer.loop import Callback, Run, batches_of
+from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, total_steps
 from paddle_recompute.app.trainer.memory_report import memory_report
 from paddle_recompute.app.trainer.setup import (
     join_ranks,
@@ -15,7 +16,7 @@ from paddle_recompute.app.trainer.setup import (
     wrap,
 )
 from paddle_recompute.app.trainer.step import Chunks, Objective, build_step, check_mode
-from paddle_recompute.app.trainer.trainer import Trainer, total_steps
+from paddle_recompute.app.trainer.trainer import Trainer
 
 __all__ = [
     "Callback",

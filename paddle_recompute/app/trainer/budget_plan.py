@@ -26,16 +26,23 @@ from paddle_recompute._files import read_json, write_text
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute._run_folder import CHECKPOINTS, PLAN
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.trainer.memory import (
+from paddle_recompute.app.trainer.peak_memory import (
     job_of,
     largest_of_ranks,
-    measure_step,
+    measure_peak,
     plain_peak,
 )
 from paddle_recompute.app.trainer.step import Batch, Chunks
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import CheckpointError, ConfigError, OutOfMemoryError, PlanError
-from paddle_recompute.planner import RecomputePlan, StepCosts, make_plan, maximum, within_budget
+from paddle_recompute.planner import (
+    RecomputePlan,
+    StepCosts,
+    make_plan,
+    maximum,
+    measure_costs,
+    within_budget,
+)
 from paddle_recompute.train_step import Step, StepResult
 
 
@@ -71,7 +78,7 @@ def make_budget_plan(
     assert budget is not None
     job = job_of(config, vocab_size, chunks)
     found = make_plan(
-        _largest_costs(job.measure()),
+        _largest_costs(measure_costs(job)),
         budget,
         signature=job.signature(),
         checkpoints=tuple(config.recompute.checkpoints),
@@ -81,7 +88,7 @@ def make_budget_plan(
 
     def peak(plan: RecomputePlan) -> int:
         check_agreed(plan)
-        measured = largest_of_ranks(measure_step(config, vocab_size, chunks, plan))
+        measured = largest_of_ranks(measure_peak(config, vocab_size, chunks, plan))
         assert measured is not None
         return measured
 
@@ -94,7 +101,7 @@ def make_budget_plan(
 def _largest_costs(own: StepCosts) -> StepCosts:
     """The largest bytes of all ranks, call by call; the same on every rank."""
     everywhere = values_of_ranks(own.to_dict(), "the costs of a step")
-    return maximum([StepCosts.from_dict(json.loads(json.dumps(one))) for one in everywhere])
+    return maximum([StepCosts.from_dict(json.loads(json.dumps(costs))) for costs in everywhere])
 
 
 def check_agreed(plan: RecomputePlan) -> None:
@@ -129,7 +136,7 @@ def earlier_plan(config: Config, saved: dict[str, Any] | None) -> RecomputePlan 
         raise CheckpointError(f"{smaller}: cannot be read ({error}); remove it") from error
     found = [state["plan"] for state in states if state.get("plan") and _fits(config, state)]
     everywhere = values_of_ranks(found, "the plans of the run")
-    plans = [RecomputePlan.from_dict(one) for found in everywhere for one in found]
+    plans = [RecomputePlan.from_dict(saved) for found in everywhere for saved in found]
     return max(plans, key=lambda plan: plan.costs.excess, default=None)
 
 

@@ -8,12 +8,12 @@ from functools import cache, partial
 
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.trainer.memory import (
+from paddle_recompute.app.trainer.peak_memory import (
     Peaks,
     estimated_peaks,
     largest_of_ranks,
     longest_text,
-    measure_step,
+    measure_peak,
 )
 from paddle_recompute.app.trainer.setup import with_recompute
 from paddle_recompute.app.trainer.step import Chunks
@@ -133,7 +133,7 @@ class MemoryProbe:
                 config = with_recompute(config, **off)
             peak: int | None = None
             with suppress(MemoryError):  # the other ranks wait for the comparison
-                peak = measure_step(config, self._vocab_size, chunks)
+                peak = measure_peak(config, self._vocab_size, chunks)
             self._measured[chunks, plain] = largest_of_ranks(peak)
         return self._measured[chunks, plain]
 

@@ -49,7 +49,7 @@ def explained(error: DivergenceError, step: int, model: paddle.nn.Layer) -> Dive
     Every rank calls this; the weights are those from before the step.
     """
     buffers = buffers_of(model)  # a forward has written them: they tell nothing of before the step
-    weights = {name: one for name, one in model.state_dict().items() if name not in buffers}
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in buffers}
     everywhere = values_of_ranks(first_not_finite(weights), "what is not finite")
     bad = [(rank, name) for rank, name in enumerate(everywhere) if name is not None]
     if bad:

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_recompute import __version__
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute._run_folder import EVENTS
+from paddle_recompute._version import __version__
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import PairLoader, PreparedData
 from paddle_recompute.app.launch import STARTED, styled
 from paddle_recompute.app.report import EventLog
 from paddle_recompute.app.trainer.divergence import first_not_finite
 from paddle_recompute.app.trainer.loop import Callback, Run
-from paddle_recompute.app.trainer.memory import frees_late
+from paddle_recompute.app.trainer.peak_memory import frees_late
 from paddle_recompute.distributed import buffers_of, values_of_ranks
-from paddle_recompute.grad_sync import Timeline
+from paddle_recompute.grad_sync import CommunicationTrace
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.train_step import StepResult, TrainStep
 
@@ -141,22 +141,29 @@ def data_figures(data: PreparedData, loader: PairLoader) -> dict[str, Any]:
     }
 
 
-def _lane(timeline: Timeline, seconds: dict[str, float]) -> dict[str, Any]:
+def _lane(timeline: CommunicationTrace, seconds: dict[str, float]) -> dict[str, Any]:
     """Times of this rank in ms; of each bucket: bytes, queued, started, ended."""
     ended = timeline.backward_ended
     updated = ended + seconds["sync"] + seconds["update"]
-    sent = [one for one in timeline.buckets if one.started is not None and one.ended is not None]
+    sent = [
+        bucket
+        for bucket in timeline.buckets
+        if bucket.started is not None and bucket.ended is not None
+    ]
     times = {
         "began": ended - seconds["forward_backward"],
         "backward_ended": ended,
-        "arrived": max((one.ended for one in sent if one.ended), default=timeline.ended),
+        "arrived": max((bucket.ended for bucket in sent if bucket.ended), default=timeline.ended),
         "synchronized": timeline.ended,
         "ended": updated,
     }
     return {name: 1e3 * value for name, value in times.items()} | {
         "buckets": [
-            [one.num_bytes, *(1e3 * at for at in (one.queued, one.started, one.ended) if at)]
-            for one in sent
+            [
+                bucket.num_bytes,
+                *(1e3 * at for at in (bucket.queued, bucket.started, bucket.ended) if at),
+            ]
+            for bucket in sent
         ]
     }
 

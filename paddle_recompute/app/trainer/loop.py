@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,58 +16,18 @@ from typing import Any, NoReturn
 
 import paddle
 from paddle.optimizer.lr import LRScheduler
-from pydantic import FiniteFloat, NonNegativeInt
 
-from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import PairLoader, Position, PreparedData
+from paddle_recompute.app.trainer.best import Best
 from paddle_recompute.app.trainer.budget_plan import PlannedSteps
 from paddle_recompute.app.trainer.divergence import explained
-from paddle_recompute.app.trainer.memory import largest_of_ranks
+from paddle_recompute.app.trainer.meter import Meter
+from paddle_recompute.app.trainer.peak_memory import largest_of_ranks
 from paddle_recompute.app.trainer.step import Batch, Objective
 from paddle_recompute.distributed import StopRequest, barrier, mean_over_ranks
 from paddle_recompute.errors import DivergenceError, StoppedError
 from paddle_recompute.train_step import StepResult
-
-
-@dataclass
-class Best:
-    """What the evaluations during a run have given.
-
-    Attributes:
-        metric: ``train.best_metric``.
-        best: Its highest value; None before the first evaluation.
-        best_step: The first step that had it.
-        since: Evaluations after that one.
-    """
-
-    metric: str
-    best: FiniteFloat | None = None
-    best_step: NonNegativeInt = 0
-    since: NonNegativeInt = 0
-
-    def has_ended(self, config: Config) -> bool:
-        """Whether ``train.patience`` ends the run."""
-        patience = config.train.patience
-        return patience is not None and self.since >= patience
-
-    def add(self, step: int, value: float) -> bool:
-        """Add an evaluation; returns whether it is the best one."""
-        if self.best is None or value > self.best:
-            self.best, self.best_step, self.since = value, step, 0
-            return True
-        self.since += 1
-        return False
-
-    def figures(self, config: Config) -> dict[str, Any]:
-        """What the final record says of it; nothing without ``train.eval_every``."""
-        if self.best is None:
-            return {}
-        return {
-            f"best_{self.metric}": self.best,
-            "best_step": self.best_step,
-            "stopped_early": self.has_ended(config),
-        }
 
 
 class Callback:
@@ -94,42 +53,6 @@ class Callback:
 
     def on_end(self, run: Run) -> None:
         """After the last step; also after an error."""
-
-
-class Meter:
-    """Time and peak memory of the steps, without logging and saving between them.
-
-    ``start()`` before a step (it includes reading the batch), ``stop()`` after it.
-
-    Attributes:
-        steps: Number of steps.
-        seconds: Their total time.
-        peak_bytes: The largest peak of a step on this rank; None before the first step, and if
-            Paddle cannot measure the peak of a single step (2.6 on CPU).
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.seconds = 0.0
-        self.peak_bytes: int | None = None
-        self._started = 0.0
-
-    def start(self) -> None:
-        """Call before a step."""
-        if _memory.can_reset_peak():
-            _memory.reset_peak()
-        self._started = time.perf_counter()
-
-    def stop(self) -> None:
-        """Call after a step."""
-        self.seconds += time.perf_counter() - self._started
-        self.steps += 1
-        if _memory.can_reset_peak():
-            self.peak_bytes = max(self.peak_bytes or 0, _memory.peak_bytes())
-
-    def rate(self, examples_per_step: int) -> float:
-        """Examples per second; 0 before the first step."""
-        return self.steps * examples_per_step / self.seconds if self.steps else 0.0
 
 
 @dataclass
@@ -291,8 +214,8 @@ def train(
     """
 
     def tell(what: Callable[..., None], *more: Any) -> None:
-        for one in callbacks:
-            getattr(one, what.__name__)(run, *more)
+        for callback in callbacks:
+            getattr(callback, what.__name__)(run, *more)
 
     run.step = run.done
     tell(Callback.on_start)
@@ -354,6 +277,15 @@ def batches_of(
             if done == total:
                 return
         position.epoch, position.taken = position.epoch + 1, []
+
+
+def total_steps(config: Config, steps_per_epoch: int, other: int = 0) -> int:
+    """Optimizer steps of the whole run: ``max_steps`` or ``num_epochs``, whichever ends first.
+
+    `other` is how many more the epochs have had, with other batches.
+    """
+    by_epochs = config.train.num_epochs and config.train.num_epochs * steps_per_epoch + other
+    return min(limit for limit in (config.train.max_steps, by_epochs) if limit is not None)
 
 
 def _finite(value: float) -> float | None:

@@ -12,7 +12,7 @@ import paddle
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.report import require_bokeh, timeline_chart, write_page
-from paddle_recompute.app.trainer.memory import job_of
+from paddle_recompute.app.trainer.peak_memory import job_of
 from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner import (
@@ -25,6 +25,7 @@ from paddle_recompute.planner import (
     extrapolated,
     largest_that_fits,
     make_plan,
+    measure_costs,
     probe,
     simulate,
     smallest,
@@ -89,15 +90,15 @@ def memory_report(
     policies: list[dict[str, Any]] = [
         {
             "policy": name,
-            "peak_bytes": one.peak.bytes,
-            "binds_at": one.peak.where,
-            "extra_time": one.seconds / plain - 1 if plain else 0.0,
+            "peak_bytes": timeline.peak.bytes,
+            "binds_at": timeline.peak.where,
+            "extra_time": timeline.seconds / plain - 1 if plain else 0.0,
             "largest_batch": _parts(config) * batches.get(name, 0) or None,
         }
-        for name, one in steps.items()
+        for name, timeline in steps.items()
     ]
     head = ["policy", "peak", "extra time", "peak at", *(["largest batch"] if batches else [])]
-    rows = [_row(one, budget)[: len(head)] for one in policies]
+    rows = [_row(policy, budget)[: len(head)] for policy in policies]
     title = f"one rank, {config.micro_batch} pairs per micro-batch of full length"
     words = "\n".join(_words(config, costs, plan))
     files: tuple[Path, ...] = ()
@@ -137,7 +138,7 @@ def _measured(
     vocab_size = config.model.vocab_size or config.data.vocab_size
     if chunks:
         job = job_of(config, vocab_size, chunks)
-        return job, job.measure(progress=progress), {}
+        return job, measure_costs(job, progress=progress), {}
     small = section.model_copy(
         update={"global_batch": _parts(config) * min(config.micro_batch, 64)}
     )
@@ -156,8 +157,8 @@ def _policies(costs: StepCosts) -> dict[str, Callable[[], Timeline]]:
     found = {"plain": None, "every_n: 2": RecomputeConfig(policy="every_n")}
     found["all"] = RecomputeConfig()
     steps = {
-        name: functools.partial(simulate, costs, choices_of_policy(costs, one))
-        for name, one in found.items()
+        name: functools.partial(simulate, costs, choices_of_policy(costs, policy))
+        for name, policy in found.items()
     }
     return {**steps, "smallest": lambda: smallest(costs).timeline}
 

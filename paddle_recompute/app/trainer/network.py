@@ -42,7 +42,7 @@ class NetworkLimit(Callback):
         if run.step == last:
             seconds = mean_over_ranks(self._seconds / self._steps)
             exposed = mean_over_ranks(self._exposed / self._steps)
-            num_bytes = sum(one.num_bytes for one in timeline.buckets)
+            num_bytes = sum(bucket.num_bytes for bucket in timeline.buckets)
             if text := network_limit(run.config, seconds, exposed, num_bytes):
                 self._say(text)
 

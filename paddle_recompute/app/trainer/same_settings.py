@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-import paddle_recompute
+from paddle_recompute import _version
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.app.config import Config
 from paddle_recompute.distributed import Scope, connect_ranks, differences
@@ -55,14 +55,14 @@ def compared(config: Config) -> dict[str, Any]:
         "the version of Paddle": ".".join(map(str, paddle_version())),
         "the version of Python": platform.python_version(),
         "the version of numpy": np.__version__,
-        "the version of paddle_recompute": f"{paddle_recompute.__version__} (code {_digest()})",
+        "the version of paddle_recompute": f"{_version.__version__} (code {_digest()})",
     }
 
 
 @functools.cache
 def _digest() -> str:
     """Of the code of this package."""
-    folder = Path(paddle_recompute.__file__).parent
+    folder = Path(_version.__file__).parent
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())

@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import paddle
@@ -14,11 +13,11 @@ import paddle.distributed as dist
 
 from paddle_recompute._run_folder import check_may_start, hold
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.data import Source
+from paddle_recompute.app.data import DataDigest
 from paddle_recompute.app.encoder import build_model, encoders_of
 from paddle_recompute.app.trainer.same_settings import check_same_settings
 from paddle_recompute.distributed import join_process_group, values_of_ranks
-from paddle_recompute.errors import CheckpointError, ConfigError, DataError
+from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute, check_patterns
@@ -129,15 +128,9 @@ _A_FILE_ON_RANKS = (
     "{name}: rank {rank} reads other pairs in {file} than rank 0 in {first}; all machines need the "
     "same file"
 )
-_SINCE = {
-    "split": "train.seed, data.valid_pairs: other pairs are held out than in {checkpoint}, so the "
-    "run would be evaluated on pairs that it was trained on",
-    "tokenizer": "{file} is not the tokenizer that the run began with",
-}
-_A_FILE_SINCE = "{name}: {file} is not the file that {checkpoint} was trained on"
 
 
-def check_same_on_ranks(sources: Mapping[str, Source]) -> None:
+def check_same_on_ranks(sources: Mapping[str, DataDigest]) -> None:
     """Check that all ranks have the same pairs, split and tokenizer. All ranks call it.
 
     The digests are those of whole contents (SHA-256). Each rank reads all pairs anyway and takes
@@ -153,28 +146,3 @@ def check_same_on_ranks(sources: Mapping[str, Source]) -> None:
                 message = _ON_RANKS.get(name, _A_FILE_ON_RANKS)
                 other = first.get(name, ["nothing"])[0]
                 raise DataError(message.format(name=name, rank=rank, file=file, first=other))
-
-
-def check_same_as_before(
-    sources: Mapping[str, Source], saved: Mapping[str, str], checkpoint: Path, weights: Path
-) -> None:
-    """Compare the data of a run with those that it began with.
-
-    Args:
-        sources: Now.
-        saved: The digests in the checkpoint that the run goes on from.
-        checkpoint: Its folder.
-        weights: Its file of weights.
-
-    Raises:
-        CheckpointError: The run began with other data.
-    """
-    for name, (file, digest) in sources.items():
-        if saved.get(name, digest) != digest:
-            message = _SINCE.get(name, _A_FILE_SINCE)
-            raise CheckpointError(
-                message.format(name=name, file=file, checkpoint=checkpoint)
-                + ". Put back what was changed, or start a new run: name another folder in "
-                "train.output_dir, or set train.overwrite=true; model.init_from: "
-                f"{weights} starts it from these weights"
-            )

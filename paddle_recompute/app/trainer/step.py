@@ -110,7 +110,9 @@ class Objective:
         """The trained parameters beside the encoder's, by structured name: ``loss/logit_scale`` if
         the temperature is learned.
         """
-        return {f"{LOSS_PREFIX}{name}": one for name, one in self.loss.named_parameters()}
+        return {
+            f"{LOSS_PREFIX}{name}": parameter for name, parameter in self.loss.named_parameters()
+        }
 
     def synchronization(self, model: paddle.nn.Layer) -> GradientSync:
         """A new synchronization of all that is trained; all ranks make it together."""

@@ -22,32 +22,34 @@ from paddle_recompute._paddle.cpu_settings import use_cpu_settings_and_say_so
 from paddle_recompute._run_folder import BEST, METRICS, PLAN, REPORT, begin_anew
 from paddle_recompute.app.config import Config, schedule_of
 from paddle_recompute.app.data import (
+    DataDigest,
     PairLoader,
     Position,
     PreparedData,
-    Source,
     build_loader,
     check_vocabulary,
     prepare_data,
 )
 from paddle_recompute.app.report import require_bokeh, retrieval_table, write_report
+from paddle_recompute.app.trainer.best import Best
 from paddle_recompute.app.trainer.boards import boards
 from paddle_recompute.app.trainer.budget_plan import PlannedSteps, earlier_plan, make_budget_plan
-from paddle_recompute.app.trainer.checkpoints import (
-    Resumed,
-    RunCheckpoints,
-    chunks_of,
-    write_record,
-)
+from paddle_recompute.app.trainer.checkpoints import RunCheckpoints, write_record
 from paddle_recompute.app.trainer.chunk_search import MemoryProbe
 from paddle_recompute.app.trainer.divergence import check_weights, without_gain
 from paddle_recompute.app.trainer.evaluation import Evaluation
 from paddle_recompute.app.trainer.events import Events, data_figures, environment
-from paddle_recompute.app.trainer.loop import Best, Callback, Run, batches_of, train
+from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, train
 from paddle_recompute.app.trainer.network import NetworkLimit
 from paddle_recompute.app.trainer.recorder import Recorder
-from paddle_recompute.app.trainer.setup import (
+from paddle_recompute.app.trainer.resume import (
+    Resume,
+    Resumed,
     check_same_as_before,
+    chunks_of,
+    what_is_left,
+)
+from paddle_recompute.app.trainer.setup import (
     check_same_on_ranks,
     join_ranks,
     run_folder,
@@ -158,18 +160,19 @@ class Trainer:
 
     def _run(self) -> dict[str, Any]:
         self._events.say(*self.config.without_effect(), indent="  ")
-        self._checkpoints = RunCheckpoints(self.config, self._rank, self._events.say)
-        resumed = self._checkpoints.find()
+        self._resume = Resume(self.config, self._rank, self._events.say)
+        resumed = self._resume.find()
         data, loader = self._load(resumed)
-        best, position, total = self._what_is_left(resumed, loader)
+        best, position, total = what_is_left(self.config, resumed, loader, self._events.say)
         if resumed is not None and resumed.step >= total:
-            kept = self._checkpoints.record_of_ended(resumed.step, total)
+            kept = self._resume.record_of_ended(resumed.step, total)
             if kept is not None:
                 self._show(kept)
                 return kept
         objective, plan, peaks = self._measure(data.tokenizer.vocab_size, resumed)
         model = self._build_model(data.tokenizer.vocab_size, plan)
-        evaluate = Evaluation(self.config, model, data, self._events, self._checkpoints.save_best)
+        checkpoints = RunCheckpoints(self.config, self._rank)
+        evaluate = Evaluation(self.config, model, data, self._events, checkpoints.save_best)
         untrained = self._evaluate_before(evaluate, resumed)
         run = self._begin(model, objective, data, plan, best, position, total, untrained, resumed)
         if any(peaks):
@@ -179,7 +182,7 @@ class Trainer:
             evaluate,
             Recorder(),
             NetworkLimit(self._events.say),
-            self._checkpoints,
+            checkpoints,
             *self._boards,
             *self._callbacks,
         ]
@@ -199,7 +202,7 @@ class Trainer:
         if resumed is None:
             check_vocabulary(self.config)
 
-        def compare(sources: Mapping[str, Source]) -> None:
+        def compare(sources: Mapping[str, DataDigest]) -> None:
             check_same_on_ranks(sources)
             if resumed is not None:
                 checkpoint = resumed.checkpoint
@@ -225,26 +228,6 @@ class Trainer:
             model = seeded_model(self.config, data.tokenizer.vocab_size)
             check_weights(model, self.config.model.init_from)  # the measurement takes minutes
         return data, loader
-
-    def _what_is_left(
-        self, resumed: Resumed | None, loader: PairLoader
-    ) -> tuple[Best, Position, int]:
-        """The evaluations so far, the place in the pairs, and the steps of the whole run."""
-        best, position = Best(self.config.train.best_metric), Position()
-        total = total_steps(self.config, len(loader))
-        if resumed is not None:
-            before_size = int(resumed.state.config["contrastive"]["global_batch"])
-            position = resumed.state.position or loader.position_after(resumed.step, before_size)
-            # Steps of other batches: an epoch had more or fewer of them.
-            other = resumed.step + loader.go_to(position) - (position.epoch + 1) * len(loader)
-            total = total_steps(self.config, len(loader), other)
-            before = resumed.state.validation
-            best = before if before is not None and before.metric == best.metric else best
-            if best.has_ended(self.config):
-                patience = self.config.train.patience
-                self._events.say(f"train.patience: {patience} has ended the run")
-                total = min(total, resumed.step)
-        return best, position, total
 
     def _measure(
         self, vocab_size: int, resumed: Resumed | None
@@ -339,7 +322,7 @@ class Trainer:
         run.count()
         if resumed is not None:
             run.figures |= resumed.state.figures
-            self._checkpoints.restore(resumed, run)
+            self._resume.restore(resumed, run)
             for _ in range(done):  # the schedule depends on the step only and is not saved
                 schedule.step()
         elif run.is_main:
@@ -405,12 +388,3 @@ class Trainer:
             retrieval_table(record),
             *(f"{name:<12}{self._folder / path}" for name, path in written),
         )
-
-
-def total_steps(config: Config, steps_per_epoch: int, other: int = 0) -> int:
-    """Optimizer steps of the whole run: ``max_steps`` or ``num_epochs``, whichever ends first.
-
-    `other` is how many more the epochs have had, with other batches.
-    """
-    by_epochs = config.train.num_epochs and config.train.num_epochs * steps_per_epoch + other
-    return min(limit for limit in (config.train.max_steps, by_epochs) if limit is not None)

@@ -16,10 +16,10 @@ import paddle
 
 from paddle_recompute._paddle.static import native
 from paddle_recompute._paddle.static.marks import recomputed_call
+from paddle_recompute.captured_state import layers_of
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.recompute.program._backend import backend
 from paddle_recompute.recompute.program.recompute import recompute_segments
-from paddle_recompute.replay import layers_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.data import Pair, PreparedData, Split, cedict, prepare, prepare_data
+from paddle_recompute.app.data import (
+    Pair,
+    PreparedData,
+    Split,
+    cedict,
+    prepare_data,
+    tokenizer_cache,
+)
 from paddle_recompute.app.data.prepare import build_pool
 from paddle_recompute.errors import DataError, DependencyError, OutputError
 from tests.app.trainer.test_trainer import tiny
@@ -89,7 +96,7 @@ def test_whatever_changes_the_result_has_a_tokenizer_of_its_own(
     assert len(vocabularies(folder)) == 4
     prepared(folder, pool_size=31, max_query_tokens=9)
     assert len(vocabularies(folder)) == 4
-    monkeypatch.setattr(prepare, "train_tokenizer", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(tokenizer_cache, "train_tokenizer", lambda *_: pytest.fail("trained again"))
     again = prepared(folder)
     assert (first.train, first.valid, first.pool) == (again.train, again.valid, again.pool)
     texts = [pair.query for pair in first.train]

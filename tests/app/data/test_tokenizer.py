@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_recompute.app.data import PairTokenizer, load_tokenizer, train_tokenizer
-from paddle_recompute.app.data.tokenizer import SPECIAL_TOKENS, vocabulary_key
+from paddle_recompute.app.data.tokenizer import SPECIAL_TOKENS
+from paddle_recompute.app.data.tokenizer_cache import vocabulary_key
 from paddle_recompute.errors import DataError
 
 TEXTS = ["a cat, a dog", "running cats", "Running dogs run", "猫跑", "狗和猫 run"] * 4

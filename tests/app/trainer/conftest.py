@@ -23,7 +23,7 @@ def _run_of_two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     write_pairs(folder / "pairs.tsv")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_search, "measure_step", lambda *_: 1)
+        patch.setattr(chunk_search, "measure_peak", lambda *_: 1)
         patch.setattr(trainer, "write_report", lambda *_, **__: None)
         Trainer(tiny(folder, train__max_steps=2)).run()
     return folder
@@ -49,6 +49,6 @@ def report() -> None:
 @pytest.fixture(autouse=True)
 def _short_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "measured" not in request.fixturenames:
-        monkeypatch.setattr(chunk_search, "measure_step", lambda *_: 1)
+        monkeypatch.setattr(chunk_search, "measure_peak", lambda *_: 1)
     if "report" not in request.fixturenames:
         monkeypatch.setattr(trainer, "write_report", lambda *_, **__: None)

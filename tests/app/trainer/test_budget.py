@@ -25,7 +25,7 @@ from paddle_recompute.app.trainer.budget_plan import (
     write_smaller_plan,
 )
 from paddle_recompute.app.trainer.events import Events
-from paddle_recompute.app.trainer.memory import plain_peak
+from paddle_recompute.app.trainer.peak_memory import plain_peak
 from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.errors import (
     CheckpointError,
@@ -87,7 +87,7 @@ def test_a_run_stays_within_its_budget(
 ) -> None:
     """The budget is between the peaks with all blocks recomputed and with none."""
     if mode == "static":  # an executor frees late on a CPU that others use, too
-        monkeypatch.setattr(budget_plan, "measure_step", lambda *given: given[-1].peak_bytes)
+        monkeypatch.setattr(budget_plan, "measure_peak", lambda *given: given[-1].peak_bytes)
     run(tmp_path / "plain", mode=mode, **budget_of(2**30))
     plain = plan_of(tmp_path / "plain")
     low, high = smallest(plain.costs).peak, plain_peak(plain.costs)

@@ -15,13 +15,12 @@ from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.encoder import ErnieEncoder
 from paddle_recompute.app.report import read_metrics
-from paddle_recompute.app.trainer import Trainer, chunk_search, memory
+from paddle_recompute.app.trainer import Trainer, chunk_search, peak_memory
 from paddle_recompute.app.trainer.chunk_search import CLOSE_ESTIMATE, MemoryProbe, largest_chunks
-from paddle_recompute.app.trainer.memory import Peaks, estimated_peaks, measure_step
+from paddle_recompute.app.trainer.peak_memory import Peaks, estimated_peaks, measure_peak
 from paddle_recompute.app.trainer.setup import with_recompute
 from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.planner import Job
 from tests.app.trainer.test_trainer import tiny
 from tests.distributed.mortal_ranks import results_of
 
@@ -84,7 +83,7 @@ def test_the_search_ends_where_it_must(peak_of: Any, budget: int, texts: int) ->
 
 def test_too_small_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: None)
-    monkeypatch.setattr(chunk_search, "measure_step", lambda *_: 1100)
+    monkeypatch.setattr(chunk_search, "measure_peak", lambda *_: 1100)
     message = r"memory_budget: 1\.0 KiB is too little; .* one text .*1\.1 KiB.*set contrastive.tile"
     with pytest.raises(ConfigError, match=message):
         probe_of(1024).choose_chunks()
@@ -95,7 +94,7 @@ def test_without_estimates_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -
         return 1000 + 100 * (chunks.tokens // LONGEST if chunks else PAIRS)
 
     monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: None)
-    monkeypatch.setattr(chunk_search, "measure_step", measured)
+    monkeypatch.setattr(chunk_search, "measure_peak", measured)
     said: list[str] = []
     probe = probe_of(2048, said.append)
     chunks = probe.choose_chunks()
@@ -116,7 +115,7 @@ def test_chunks_are_found_by_estimates_and_verified_by_a_step(
     config, measured = config_of(None, **small), []
     for chunks in (ONE_TEXT, Chunks(tokens=6 * LONGEST), Chunks()):
         peaks = [
-            measure_step(one, 100, chunks) for one in (with_recompute(config, enable=False), config)
+            measure_peak(one, 100, chunks) for one in (with_recompute(config, enable=False), config)
         ]
         # This step is so small that vectors and identifiers count: 4 KiB.
         estimated = estimated_peaks(config, 100, chunks)
@@ -125,10 +124,10 @@ def test_chunks_are_found_by_estimates_and_verified_by_a_step(
     budget, steps = (measured[0] + measured[2]) // 2, []
 
     def noted(*arguments: Any) -> int:
-        steps.append(measure_step(*arguments))
+        steps.append(measure_peak(*arguments))
         return steps[-1]
 
-    monkeypatch.setattr(chunk_search, "measure_step", noted)
+    monkeypatch.setattr(chunk_search, "measure_peak", noted)
     chunks = probe_of(budget, **small).choose_chunks()
     assert LONGEST < chunks.tokens < 24 * LONGEST
     assert len(steps) == 1 and 0.7 * budget < steps[0] <= budget
@@ -157,7 +156,7 @@ def test_the_plain_step_is_run_only_where_the_estimate_of_the_other_is_wrong(
 
     runs: list[bool] = []
     estimate = Peaks(2999, int(1000 * (1 + error)))
-    monkeypatch.setattr(chunk_search, "measure_step", measured)
+    monkeypatch.setattr(chunk_search, "measure_peak", measured)
     monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: estimate)
     probe = probe_of(None, train__measure_plain=True, **changes)
     assert probe.measure(Chunks()) == found
@@ -173,7 +172,7 @@ def test_the_plain_step_of_a_run_with_offloaded_parameters_has_none(
         return 1000
 
     measured_steps: list[Any] = []
-    monkeypatch.setattr(chunk_search, "measure_step", measured)
+    monkeypatch.setattr(chunk_search, "measure_peak", measured)
     offloaded = {"recompute__offload_parameters": "host", "recompute__num_shards": 2}
     found = probe_of(None, train__measure_plain=True, **offloaded).measure(Chunks())
     assert found == (1000, 1000)
@@ -187,7 +186,7 @@ def test_a_block_that_does_not_fit_leaves_the_chunks_to_steps(
     # An estimate reads no weights.
     config = config_of(None, model__init_from="nowhere/model.safetensors")
     assert estimated_peaks(config, 100, Chunks()) is not None
-    monkeypatch.setattr(Job, "measure", mock.Mock(side_effect=MemoryError))
+    monkeypatch.setattr(peak_memory, "measure_costs", mock.Mock(side_effect=MemoryError))
     assert estimated_peaks(config, 100, Chunks()) is None
 
 
@@ -196,21 +195,21 @@ def test_a_block_that_does_not_fit_leaves_the_chunks_to_steps(
 def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of any one length, in chunks of the same tokens."""
     config, chunks = config_of(None), Chunks(tokens=8 * LONGEST)
-    dearest = measure_step(config, 100, chunks)
+    dearest = measure_peak(config, 100, chunks)
     # With more chunks, more second outputs (float32) wait for their comparison.
     waiting = 4 * config.model.hidden_size * config.local_batch
-    make = memory.largest_batch
+    make = peak_memory.largest_batch
     for length in (2, 5, 8, LONGEST):
 
-        def of_one_length(*arguments: Any, length: int = length) -> Any:
+        def of_one_length(*arguments: Any, length: int = length, **_: Any) -> Any:
             whole = make(arguments[0], arguments[1], Chunks())
             for ids in whole.values():
                 ids[:, length:] = 0
             return whole
 
-        monkeypatch.setattr(memory, "largest_batch", of_one_length)
+        monkeypatch.setattr(peak_memory, "largest_batch", of_one_length)
         # A chunk of lengths that leave no remainder may have a text more.
-        assert measure_step(config, 100, chunks) < 1.02 * dearest + waiting, length
+        assert measure_peak(config, 100, chunks) < 1.02 * dearest + waiting, length
 
 
 @pytest.mark.parametrize(
@@ -223,7 +222,7 @@ def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatc
 def test_a_step_that_does_not_fit(
     settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_search, "measure_step", mock.Mock(side_effect=MemoryError))
+    monkeypatch.setattr(chunk_search, "measure_peak", mock.Mock(side_effect=MemoryError))
     probe = probe_of(None, **settings)
     with pytest.raises(ConfigError, match=words):
         probe.measure(probe.choose_chunks())
@@ -252,7 +251,7 @@ def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_pa
     )
     Trainer(config).run()
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    measured = measure_step(config, 453, Chunks(tokens=chunks.get("contrastive__chunk_tokens")))
+    measured = measure_peak(config, 453, Chunks(tokens=chunks.get("contrastive__chunk_tokens")))
     assert measured * 0.7 < max(step["peak_bytes"] for step in steps) <= measured
 
 
@@ -303,8 +302,8 @@ def test_chunks_of_pairs_are_measured_on_two(size: int, changes: dict[str, Any])
     with mock.patch.object(ErnieEncoder, "forward", noted):
         for made in (Chunks, lambda tokens: Chunks(size)):
             calls.append(0)
-            with mock.patch.object(memory, "Chunks", made):
-                found.append(measure_step(config, 100, Chunks(size)))
+            with mock.patch.object(peak_memory, "Chunks", made):
+                found.append(measure_peak(config, 100, Chunks(size)))
     print(f"{found}, {calls} calls of the encoder")
     assert abs(found[0] - found[1]) < 0.02 * found[1]
     assert calls[0] < calls[1] * 2 // 3

@@ -82,7 +82,7 @@ def test_weights_with_nan_are_refused_by_name(
     def measure(*_: Any) -> int:
         raise AssertionError("the memory of a step is measured, which takes minutes")
 
-    monkeypatch.setattr(chunk_search, "measure_step", measure)
+    monkeypatch.setattr(chunk_search, "measure_peak", measure)
     weights = load_file(find_checkpoint(finished / "run" / "checkpoint").weights_file)
     name = sorted(weights)[3]
     weights[name] = np.full_like(weights[name], np.nan)

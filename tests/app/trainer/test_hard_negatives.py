@@ -13,7 +13,7 @@ import pytest
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import build_loader, prepare_data
 from paddle_recompute.app.trainer import Chunks, Trainer
-from paddle_recompute.app.trainer.memory import largest_batch
+from paddle_recompute.app.trainer.peak_memory import largest_batch
 from paddle_recompute.app.trainer.setup import seeded_model
 from paddle_recompute.app.trainer.step import Objective
 from tests.app.trainer.test_same_training import HARD, STILL, write_hard_negatives

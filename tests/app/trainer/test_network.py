@@ -10,16 +10,18 @@ from unittest import mock
 import pytest
 
 from paddle_recompute.app.trainer.network import NetworkLimit, network_limit
-from paddle_recompute.grad_sync import Timeline
-from paddle_recompute.grad_sync._timeline import BucketTimes
+from paddle_recompute.grad_sync import CommunicationTrace
+from paddle_recompute.grad_sync._communication_trace import BucketTimes
 from paddle_recompute.train_step import TrainStep
 from tests.app.trainer.test_trainer import tiny
 
 
-def timeline(*sent: tuple[float | None, float | None]) -> Timeline:
+def timeline(*sent: tuple[float | None, float | None]) -> CommunicationTrace:
     """Of a backward from 0 s to 1 s; when each bucket was sent, from when to when."""
     buckets = [BucketTimes(number, 100, 0.0, *times) for number, times in enumerate(sent)]
-    return Timeline(0.0, 0.1, 1.0, max([1.0, *(end for _, end in sent if end)]), tuple(buckets))
+    return CommunicationTrace(
+        0.0, 0.1, 1.0, max([1.0, *(end for _, end in sent if end)]), tuple(buckets)
+    )
 
 
 @pytest.mark.parametrize(

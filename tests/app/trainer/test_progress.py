@@ -18,7 +18,7 @@ from paddle_recompute import Trainer
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.report import append_record, read_metrics
 from paddle_recompute.app.trainer import boards
-from paddle_recompute.app.trainer.loop import Meter
+from paddle_recompute.app.trainer.meter import Meter
 from paddle_recompute.app.trainer.recorder import Progress, keep_until
 from paddle_recompute.errors import DependencyError, OutputError
 from tests.app.trainer.test_trainer import tiny

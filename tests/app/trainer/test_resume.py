@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddle_recompute.app.trainer import Trainer
-from paddle_recompute.app.trainer.checkpoints import RunCheckpoints
+from paddle_recompute.app.trainer.resume import Resume
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.checkpoint.manifest import write_manifest
 from paddle_recompute.errors import CheckpointError, PaddleRecomputeError
@@ -116,16 +116,16 @@ BAD_STATES: dict[str, Any] = {
 def test_bad_state_is_refused(finished: Path) -> None:
     file = find_checkpoint(finished / "run" / "checkpoint").folder / "state.json"
     good = {**json.loads(file.read_text()), "validation": GOOD_BEST}
-    checkpoints = RunCheckpoints(tiny(finished, train__resume=True), 0, print)
+    resume = Resume(tiny(finished, train__resume=True), 0, print)
     for name, change in BAD_STATES.items():
         file.write_text(json.dumps({**good, **change}))
         write_manifest(file.parent)
         with pytest.raises(CheckpointError, match=r"state\.json: is damaged"):
-            checkpoints.find()
+            resume.find()
             pytest.fail(name)
     file.write_text(json.dumps(good))
     write_manifest(file.parent)
-    found = checkpoints.find()
+    found = resume.find()
     assert found is not None and found.step == 2
 
 
@@ -138,7 +138,7 @@ def find_on_ranks(folder: str, resume: Any) -> tuple[Any, str]:
     config = tiny(Path(folder) / f"of{rank}", train__resume=resume, launch__num_ranks=2)
     said: list[str] = []
     try:
-        found = RunCheckpoints(config, rank, said.append).find()
+        found = Resume(config, rank, said.append).find()
     except CheckpointError as error:
         return "refused", str(error)
     return found and found.step, "\n".join(said)

@@ -25,7 +25,7 @@ from paddle_recompute.app.trainer import (
     Trainer,
     chunk_search,
     evaluation,
-    memory,
+    peak_memory,
     step,
     step_seed,
     total_steps,
@@ -54,7 +54,7 @@ def without_report(train: Any) -> Any:
 
 def unmeasured(train: Any) -> Any:
     """As `without_report`; nor is memory measured."""
-    return without_report(mock.patch.object(chunk_search, "measure_step", lambda *_: 1)(train))
+    return without_report(mock.patch.object(chunk_search, "measure_peak", lambda *_: 1)(train))
 
 
 NUM_PAIRS = 76  # 20 of them held out: 56 for training, 7 steps of 8 in an epoch
@@ -318,7 +318,7 @@ def test_recompute_and_measuring_memory_change_no_bit(
     plain = {"recompute__enable": False, "train__output_dir": str(folder / "plain")}
     Trainer(tiny(folder, **plain)).run()
     assert_same_run(folder / "run", folder / "plain")
-    monkeypatch.setattr(chunk_search, "measure_step", memory.measure_step)
+    monkeypatch.setattr(chunk_search, "measure_peak", peak_memory.measure_peak)
     measured = {"train__measure": True, "train__output_dir": str(folder / "measured")}
     record = Trainer(tiny(folder, **measured)).run()
     assert record["peak_bytes"] > 1
@@ -342,12 +342,12 @@ def test_recompute_takes_less_memory_than_plain(folder: Path) -> None:
 def test_plain_step_that_does_not_fit(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure_step(config: Config, *_: Any) -> int:
+    def measure_peak(config: Config, *_: Any) -> int:
         if not config.recompute.enable:
             paddle.ones([1 << 50])  # raises what Paddle raises where the memory is full
         return 1 << 20
 
-    monkeypatch.setattr(chunk_search, "measure_step", measure_step)
+    monkeypatch.setattr(chunk_search, "measure_peak", measure_peak)
     both = {"train__measure": True, "train__measure_plain": True}
     record = Trainer(tiny(folder, train__max_steps=1, **both)).run()
     assert record["plain_peak_bytes"] is None
@@ -359,11 +359,11 @@ def test_memory_is_measured_if_asked_and_never_again(
 ) -> None:
     calls: list[bool] = []
 
-    def measure_step(config: Config, *_: Any) -> int:
+    def measure_peak(config: Config, *_: Any) -> int:
         calls.append(config.recompute.enable)
         return 1 << 40 if config.recompute.enable else 1 << 41
 
-    monkeypatch.setattr(chunk_search, "measure_step", measure_step)
+    monkeypatch.setattr(chunk_search, "measure_peak", measure_peak)
     short = {"train__eval_before": False, "train__measure_plain": True}
     Trainer(tiny(folder, **short, train__max_steps=1)).run()
     assert (calls, "Measuring" in capsys.readouterr().out) == ([], False)  # a CPU
@@ -482,7 +482,7 @@ def test_skipped_steps_are_told_and_resumed(
 
     with monkeypatch.context() as patch:
         patch.setattr(step, "TrainStep", NotedTrainStep)
-        patch.setattr(chunk_search, "measure_step", memory.measure_step)
+        patch.setattr(chunk_search, "measure_peak", peak_memory.measure_peak)
         other = {"train__output_dir": str(folder / "whole"), "train__measure": True}
         whole = Trainer(tiny(folder, **other, **FLOAT16)).run()
     # The step whose memory is measured must not be skipped, or AdamW would make no moments.

@@ -1,4 +1,4 @@
-"""The names that the code of a function or class uses; the search skips all others."""
+"""The names that the code of functions and classes uses; the search looks up no others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paddle_recompute._paddle.rng_state import (
     DRAWING_FROM_PADDLE_ALONE,
     MODULES_BEHIND_ATTRIBUTES,
 )
-from paddle_recompute.replay.locations import FLAG
+from paddle_recompute.captured_state.locations import FLAG
 
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"}
@@ -39,14 +39,14 @@ _DRAWING = {
     "locals",
     "__import__",
 }
-"""Names behind which code may draw that is not searched."""
+"""Names in code that may call functions which the search cannot see, and which may draw."""
 _SEEDING = {"seed", "set_rng_state", "set_cuda_rng_state", "set_state", "setstate", "manual_seed"}
-"""Names of functions that set a stream."""
+"""Names of functions that seed a stream."""
 _OF_PYTHON = sys.stdlib_module_names
 UNNAMED = frozenset(
     {"__call__", "__getitem__", "__iter__", "__getattr__", "__len__", "__enter__", "__contains__"}
 )
-"""Attributes that code looks up without naming them."""
+"""Attributes that Python looks up though the code does not name them."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Names:
     Attributes:
         globals: Names of globals.
         attributes: Names of attributes, of any object.
-        is_dynamic: Whether it may look up others, by ``getattr`` and the like.
-        may_draw: Whether it imports, or names what may draw from NumPy's or Python's stream.
-        may_seed: Whether it names what may set a stream.
-        texts: Its constants that are texts, such as keys of dicts.
+        is_dynamic: Whether it may look up other names, by ``getattr`` and the like.
+        may_draw: Whether it imports modules, or may draw from NumPy's or Python's stream.
+        may_seed: Whether it may seed a stream.
+        texts: Its string constants, such as keys of dicts.
     """
 
     globals: frozenset[str]
@@ -119,7 +119,7 @@ def methods(kind: type, name: str) -> Iterator[types.FunctionType]:
 
 
 class Codes:
-    """The code of some functions of classes and modules, as it was; none of them is kept alive.
+    """The recorded code of functions of classes and modules; keeps none of these alive.
 
     Args:
         owners: The classes and modules, each with the names that are looked up there.
@@ -146,16 +146,16 @@ class Codes:
 
 
 class Kind:
-    """What the code of a class of Layers tells; no reference to the class is kept.
+    """What is known from the code of a class of Layers; keeps no reference to the class.
 
     Attributes:
-        codes: Of the functions that its code names, in the class.
-        methods: The methods of the class that its forward uses, Paddle's own excepted.
+        codes: The recorded code of the functions of the class that its code names.
+        methods: The methods of the class that its forward uses, without Paddle's own.
         attributes: The attributes of the Layer that they may look up; None: any.
-        others: The names of its other functions, Paddle's own excepted: others may call them.
-        may_draw: Whether code that is not among `methods` may draw from NumPy's or Python's stream.
-        readers: Gives, for the keys of the ``__dict__`` of a Layer, what is looked at.
-        last: The keys that it was given last, and what it gave.
+        others: The names of the other methods, without Paddle's own; code outside may call them.
+        may_draw: Whether code outside of `methods` may draw from NumPy's or Python's stream.
+        readers: Returns the `Reader` for the keys of the ``__dict__`` of a Layer.
+        last: The last keys and their `Reader`.
     """
 
     __slots__ = (
@@ -187,7 +187,7 @@ class Kind:
         )
         self.attributes = None if is_dynamic else frozenset(done - attributes_of_every_layer())
         self.may_draw |= is_dynamic and bool(of_the_user)
-        self.may_draw |= any(_hides_code(one, done) for one in _bases(kind))
+        self.may_draw |= any(_hides_code(base, done) for base in _bases(kind))
         self.may_draw |= bool(foreign_in_paddle(frozenset(done)))
         self.codes = Codes(dict.fromkeys(_bases(kind), done))
         self.readers = functools.lru_cache(maxsize=64)(
@@ -197,26 +197,28 @@ class Kind:
         self._class = weakref.ref(kind, forget)
 
     def reader(self, entries: dict[str, Any]) -> Reader:
-        """For the ``__dict__`` of a Layer, whose keys are not in `last`: what is looked at."""
+        """The `Reader` of `entries`, the ``__dict__`` of a Layer; call it if `last` has other
+        keys.
+        """
         self.last = [*entries], (reader := self.readers((*entries,)))
         return reader
 
 
 def _reader_among(attributes: frozenset[str] | None, keys: tuple[str, ...]) -> Reader:
-    """Look at `attributes`, None: at all, of a Layer whose ``__dict__`` has `keys`."""
+    """The `Reader` of `attributes` (None: of all) of a Layer whose ``__dict__`` has `keys`."""
     names = frozenset(keys) - attributes_of_every_layer() if attributes is None else attributes
     return reader_of(keys, names | {FLAG})
 
 
 class _InPaddle:
-    """The code of the functions of Paddle that the known code names."""
+    """The recorded code of the functions of Paddle that the known code names."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._codes = Codes({})
 
     def watch(self, names: AbstractSet[str]) -> None:
-        """From now on, `names` too."""
+        """Record the functions `names`, too."""
         if not names <= self._names:
             self._names |= names
             self._codes = Codes(dict.fromkeys(PADDLE, self._names))
@@ -231,31 +233,33 @@ class _InPaddle:
 
 @functools.lru_cache(maxsize=4096)
 def foreign_in_paddle(names: frozenset[str]) -> list[types.FunctionType]:
-    """The functions that Paddle has under `names` now and that are not its own, or may draw from
-    NumPy's stream or Python's; after `check_paddle`.
+    """The functions under `names` in Paddle that other code has put there, or that may draw from
+    NumPy's stream or Python's. Call `check_paddle` first.
     """
     _in_paddle.watch(names)
     values = [vars(owner)[name] for owner in PADDLE for name in names & vars(owner).keys()]
     return [
-        one
-        for one in values
-        if type(one) is types.FunctionType  # `functools.wraps` copies ``__module__``, not globals
+        function
+        for function in values
+        if type(function) is types.FunctionType
         and not (
-            is_deterministic(one.__module__)
+            is_deterministic(function.__module__)
+            # `functools.wraps` copies ``__module__``, not the globals
             and (
-                (location := one.__globals__.get("__name__")) in _WRAPPED_BY or is_library(location)
+                (module := function.__globals__.get("__name__")) in _WRAPPED_BY
+                or is_library(module)
             )
         )
     ]
 
 
 Reader = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], AbstractSet[str] | None]
-"""Of a dict: the names that it has of those that are looked at (one alone twice), what reads their
-values, and all names that are looked at. Of a container whose items are looked at, None."""
+"""For a dict: the looked-up names that it has (a single one twice), the function that reads their
+values, and all names that are looked up. For a container whose items are read: None as the last."""
 
 
 def reader_of(entries: Container[str], names: AbstractSet[str]) -> Reader:
-    """Look at the entries `names`."""
+    """The `Reader` of the entries `names`."""
     found = (*(name for name in names if name in entries),)
     if not found:
         return found, nothing, names
@@ -264,18 +268,18 @@ def reader_of(entries: Container[str], names: AbstractSet[str]) -> Reader:
 
 
 def nothing(_: object) -> tuple[()]:
-    """Reads nothing of a dict."""
+    """Reads no value."""
     return ()
 
 
 _kinds: dict[int, Kind] = {}
 _in_paddle = _InPaddle()
 check_paddle = _in_paddle.check
-"""To be called before `kind_of` is."""
+"""Call it before `kind_of`."""
 
 
 def kind_of(layer_class: type) -> Kind:
-    """What is known of the class as it is now."""
+    """The `Kind` of a class, made again if its code was replaced."""
     key = id(layer_class)
     known = _kinds.get(key)
     if known is None or not known.codes.are_current():
@@ -288,27 +292,27 @@ def _bases(kind: type) -> list[type]:
 
 
 PADDLE = (paddle, paddle.nn, paddle.nn.functional, paddle.Tensor)
-"""What has the functions of Paddle that code names."""
+"""Where Paddle has the functions that code names."""
 
 
 def _codes_of(owner: Any, names: AbstractSet[str]) -> tuple[Callable[[Any], Any], Any]:
-    """What reads the code of the functions `names` of `owner`, and that code."""
+    """A getter for the code of the functions `names` of `owner`, and that code."""
     entries = vars(owner)
     paths = []
     for name in names & entries.keys():
         if _is_function(entries[name]):
             paths.append(f"{name}{_FUNCTIONS[type(entries[name])]}.__code__")
         elif isinstance(entries[name], _CONSTANTS):
-            paths.append(f"{name}.__class__")  # a function may take its location
+            paths.append(f"{name}.__class__")  # a function may replace it
     read: Callable[[Any], Any] = attrgetter(*paths) if paths else nothing
     return read, read(owner)
 
 
 def _is_function(value: Any) -> bool:
     """Whether `value`, of a class or module, is a function whose code can be read."""
-    location = _FUNCTIONS.get(type(value))
-    return location is not None and hasattr(
-        attrgetter(location[1:])(value) if location[1:] else value, "__code__"
+    attribute = _FUNCTIONS.get(type(value))
+    return attribute is not None and hasattr(
+        attrgetter(attribute[1:])(value) if attribute[1:] else value, "__code__"
     )
 
 
@@ -319,12 +323,12 @@ _FUNCTIONS = {
     property: ".fget",
     functools.cached_property: ".func",
 }
-"""What has code as an attribute of a class, and where."""
+"""Types of attributes of a class that have code, and the attribute that has it."""
 _CONSTANTS = (int, float, str, bytes, type(None))
 
 
 def _hides_code(base: Any, names: AbstractSet[str]) -> bool:
-    """Whether calls reach code of the class that `methods` does not give."""
+    """Whether a call may run code of the class that `methods` does not return."""
     if is_library(base.__module__) or base.__module__.partition(".")[0] == OURS:
         return False
     return any(
@@ -341,14 +345,14 @@ _NOT_OF_A_CALL = {"__init__", "__repr__", "__str__"}
 
 @functools.lru_cache(maxsize=4096)
 def is_deterministic(module: object) -> bool:
-    """Whether the functions of the module draw from Paddle's stream alone, if from any."""
+    """Whether the functions of the module draw from no other stream than Paddle's."""
     return isinstance(module, str) and module.startswith(DRAWING_FROM_PADDLE_ALONE)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_library(module_name: object) -> bool:
-    """Whether the module belongs to Paddle, NumPy or pytest, or wraps Paddle: it holds no Layer of
-    a user.
+    """Whether the module is of Paddle, NumPy or pytest, or wraps Paddle, and so has no Layer of a
+    user.
     """
     return isinstance(module_name, str) and (
         module_name.partition(".")[0] in _LIBRARIES or module_name.startswith(_OUR_WRAPPERS)

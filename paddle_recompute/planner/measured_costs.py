@@ -1,4 +1,4 @@
-"""`measure_step`: the costs of a step, from real steps whose blocks are recomputed.
+"""`measure_costs`: the costs of a step, from real steps whose blocks are recomputed.
 
 In the first step every call is recomputed, which takes about the least memory that the step can
 take. The second forward of a call shows what the call keeps if it is plain, and how long its
@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import paddle
 
@@ -28,11 +28,9 @@ from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts, maximum, simulate
+from paddle_recompute.planner.job import Job
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.recompute import first_wrapped_part, observed, undo_recompute, wrap_calls
-
-if TYPE_CHECKING:
-    from paddle_recompute.planner.job import Job
 
 SECONDS_OF_REPEATS = 0.25
 """A step is repeated for its time until it has run so long, or `MOST_RUNS` times."""
@@ -43,7 +41,7 @@ Progress = Callable[[int, int], None]
 """Called with (done, total): the kinds of calls whose costs are known."""
 
 
-def measure_step(
+def measure_costs(
     job: Job, *, only_bytes: bool = False, progress: Progress | None = None
 ) -> StepCosts:
     """Measure the step of `job`; parameters, buffers, gradients and random streams stay the same.
@@ -185,8 +183,8 @@ def _with_costs_in_place(
         job: The step.
         costs: Of the step with every call recomputed.
         everything: Wraps every call.
-        only_bytes: As in `measure_step`.
-        progress: As in `measure_step`.
+        only_bytes: As in `measure_costs`.
+        progress: As in `measure_costs`.
     """
     # The largest figures of all ranks choose the plain calls: the same ones on every rank.
     agreed = _largest_of_ranks(costs)
@@ -232,7 +230,7 @@ def _largest_of_ranks(costs: StepCosts) -> StepCosts:
     if not is_distributed():
         return costs
     everywhere = values_of_ranks(costs.to_dict(), "the costs of a step")
-    return maximum([StepCosts.from_dict(one) for one in everywhere])
+    return maximum([StepCosts.from_dict(of_rank) for of_rank in everywhere])
 
 
 def _kinds(job: Job, costs: StepCosts) -> list[list[int]]:
@@ -254,16 +252,16 @@ def _calls_of_one_step(costs: StepCosts, waiting: Collection[int]) -> list[int]:
     would be two unknowns of one equation.
     """
     backwards = [event.call for event in costs.events if event.kind == "before again"]
-    places = {number: place for place, number in enumerate(backwards)}
+    places = {number: index for index, number in enumerate(backwards)}
     most = simulate(costs, costs.units).peak.bytes
     most += MOST_PLAIN * max(call.kept for call in costs.calls)
     tried: list[int] = []
-    for one in waiting:
-        plain = {costs.calls[other].unit for other in [*tried, one]}
-        is_beside = any(abs(places[one] - places[other]) == 1 for other in tried)
+    for call_number in waiting:
+        plain = {costs.calls[other].unit for other in [*tried, call_number]}
+        is_beside = any(abs(places[call_number] - places[other]) == 1 for other in tried)
         is_within = simulate(costs, set(costs.units) - plain).peak.bytes <= most
         if not tried or (is_within and not is_beside):
-            tried.append(one)
+            tried.append(call_number)
     return tried
 
 

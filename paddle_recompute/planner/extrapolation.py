@@ -12,7 +12,7 @@ from paddle_recompute import _nested
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.costs import StepCosts, combined, have_same_calls
 from paddle_recompute.planner.job import Job, check_count
-from paddle_recompute.planner.measure import Progress
+from paddle_recompute.planner.measured_costs import Progress, measure_costs
 
 _SCALED = {"base", "held", "kept", "rise", "peak", "level"}
 """Fields with bytes that grow with the rows."""
@@ -51,7 +51,7 @@ def costs_of_batch(job: Job, rows: int | None, progress: Progress | None = None)
     if rows is not None:
         check_count("batch_size", rows)
     if rows is None or rows == rows_of(job.batch):
-        return job.measure(progress=progress)
+        return measure_costs(job, progress=progress)
     return extrapolated(probe(job, progress), rows)
 
 
@@ -61,7 +61,8 @@ def probe(job: Job, progress: Progress | None = None) -> dict[int, StepCosts]:
     unit = max(1, min(size // 4, 16))
     sizes = (unit * 2, unit * 3, unit * 4)
     return {
-        n: replace(job, batch=with_rows(job.batch, n)).measure(progress=progress) for n in sizes
+        n: measure_costs(replace(job, batch=with_rows(job.batch, n)), progress=progress)
+        for n in sizes
     }
 
 

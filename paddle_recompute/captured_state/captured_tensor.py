@@ -8,22 +8,22 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import is_initialized, is_parameter
+from paddle_recompute.captured_state import writes as _writes
+from paddle_recompute.captured_state.detached_values import detach_value, original_of
+from paddle_recompute.captured_state.flags import flag_of
+from paddle_recompute.captured_state.snapshot import Undo
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.detached_values import detach_value, original_of
-from paddle_recompute.replay.flags import flag_of
-from paddle_recompute.replay.snapshot import Undo
 
 
 class CapturedTensor:
-    """A tensor that the function reads and that is not one of its arguments.
+    """A tensor that a function reads besides its arguments.
 
     Attributes:
         flag: Its ``stop_gradient``.
         identity: Its id.
         name: The variable or attribute that holds it, or holds its list.
-        owner: The only Layer that holds it, in another way than as parameter or buffer; None where
-            code reads it, or several Layers.
+        owner: The Layer that holds it in an attribute, if no other Layer and no code holds it; None
+            otherwise. `layer_state` records parameters and buffers of Layers.
         with_graph: A weak reference to the tensor if it has a graph.
     """
 
@@ -40,20 +40,20 @@ class CapturedTensor:
         self.owner = owner
 
     def get(self) -> paddle.Tensor:
-        """The tensor that the function will read again."""
+        """The tensor that the recomputation reads."""
         tensor: paddle.Tensor = original_of(self._held)
         return tensor
 
     def is_released(self) -> bool:
-        """Whether it has no memory any more."""
+        """Whether its memory was released."""
         return not is_initialized(self.get())
 
     def is_written(self) -> bool:
-        """Whether it was written to since."""
+        """Whether it was written to since it was captured."""
         return not self.is_released() and _writes.is_written_since(self._tensor, self._stamp)
 
     def refuse(self, undo: Undo) -> None:
-        """Raise now, or, if a Layer owns the tensor, when that Layer is called."""
+        """Raise RecomputeError: now, or, if a Layer owns the tensor, when that Layer is called."""
         if self.is_released():
             what = _writes.released(f"The captured tensor '{self.name}'")
             error = RecomputeError(

@@ -1,7 +1,7 @@
-"""What the locations that a function reads hold, side by side in flat lists, compared by identity.
+"""The snapshot of all locations that a function reads: their contents in flat lists.
 
-One comparison is a handful of calls of C code over all locations. A location that differs is
-handled by its `Location` (`locations`), which is made only then.
+Contents are compared by identity, in a few calls of C code over all locations. A `Location`
+(`locations`) is made only for a location that differs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import BUFFERS, MEMBER_DICTS, STATISTICS, layers_below
-from paddle_recompute.replay.locations import FLAG, Entries, Items, Location, fill_dict
-from paddle_recompute.replay.names import Reader, reader_of
+from paddle_recompute.captured_state.locations import FLAG, Entries, Items, Location, fill_dict
+from paddle_recompute.captured_state.names import Reader, reader_of
 
 _flat = chain.from_iterable
 _members_of, _buffers_of = itemgetter(*MEMBER_DICTS), itemgetter(BUFFERS)
@@ -32,7 +32,7 @@ class Snapshot:
 
     Attributes:
         layers: The Layers.
-        locations: What cannot be compared by identity, and what the first forward changed.
+        locations: Locations that cannot be compared by identity, or that the first forward changed.
     """
 
     __slots__ = (
@@ -44,14 +44,14 @@ class Snapshot:
         self.layers: list[paddle.nn.Layer] = []
         self.locations: list[Location] = []
         self._layer_dicts: list[dict[str, Any]] = []
-        # Of the `MEMBER_DICTS` of each Layer: their lengths, and all that they hold.
+        # The lengths of the `MEMBER_DICTS` of each Layer, and their keys and values.
         self._members: list[int] = []
         self._keys: list[Any] = []
         self._values: list[Any] = []
         self._num_buffers: list[int] = []
         self._exchanges_members = False
-        # Of each dict or list: what is read of it, its length, and how many values were read, which
-        # a class may tell otherwise; all values, in one list.
+        # For each dict or list: the reader, the length, and the number of values that were read
+        # (not the length in subclasses with a `__len__` of their own). All values, in one list.
         self._containers: list[Any] = []
         self._readers: list[Reader] = []
         self._sizes: list[int] = []
@@ -59,13 +59,13 @@ class Snapshot:
         self._content: list[Any] = []
 
     def add(self, container: Any, reader: Reader, before: tuple[Any, ...]) -> None:
-        """Watch `container`, of which `reader` has read `before`: no tensor with a graph."""
+        """Record `container`; `before` are the values that `reader` read, none with a graph."""
         self.add_all([container], [reader], [before])
 
     def add_all(
         self, containers: list[Any], readers: list[Reader], before: list[tuple[Any, ...]]
     ) -> None:
-        """`add` each."""
+        """`add` for many containers."""
         self._containers += containers
         self._readers += readers
         self._sizes += map(len, containers)
@@ -73,14 +73,14 @@ class Snapshot:
         self._content += _flat(before)
 
     def add_flags(self, layers: list[paddle.nn.Layer]) -> None:
-        """Watch whether `layers` train."""
+        """Record the train/eval flags of `layers`."""
         for layer in layers:
             entries = layer.__dict__
             reader = reader_of(entries, {FLAG})
             self.add(entries, reader, reader[1](entries))
 
     def add_layers(self, layers: list[paddle.nn.Layer]) -> list[dict[str, Any]]:
-        """Watch the sublayers, parameters and hooks of `layers`; returns their attributes."""
+        """Record sublayers, parameters and hooks of `layers`; returns their ``__dict__``."""
         dicts = [layer.__dict__ for layer in layers]
         self.layers += layers
         self._layer_dicts += dicts
@@ -89,14 +89,14 @@ class Snapshot:
         return dicts
 
     def beside_layers(self) -> Iterator[tuple[Any, AbstractSet[str] | None]]:
-        """Each container that no Layer is, and the names that are looked up in it; None: all."""
+        """Each container outside of Layers, and the names that are looked up in it; None: all."""
         of_layers = {*map(id, self._layer_dicts)}
         for container, (_, _, names) in zip(self._containers, self._readers, strict=True):
             if id(container) not in of_layers:
                 yield container, names
 
     def has_hooks(self) -> bool:
-        """Whether a Layer has any, as `MEMBER_DICTS` has them at the end."""
+        """Whether a Layer has hooks; they are the last two of `MEMBER_DICTS`."""
         return any(self._members[2::4]) or any(self._members[3::4])
 
     def _member_dicts(self) -> list[dict[Any, Any]]:
@@ -123,12 +123,12 @@ class Snapshot:
         return [dict(islice(entries, size)) for size in self._members]
 
     def _held(self) -> list[list[Any]]:
-        """What each dict or list held."""
+        """The recorded values of each dict or list."""
         content = iter(self._content)
         return [[*islice(content, count)] for count in self._num_read]
 
     def _changed(self) -> dict[int, Location]:
-        """The locations that differ, made as they were, by the number of the container."""
+        """A `Location` with the recorded content for each container that differs, by its number."""
         rows = zip(self._readers, self._containers, strict=True)
         try:
             now = [read(container) for (_, read, _), container in rows]
@@ -151,28 +151,33 @@ class Snapshot:
                 location = Entries(container, names, dict(zip(found, before, strict=True)), size)
             if not location.is_unchanged():
                 locations[number] = location
-        self._tell_states(locations.values())
+        self._set_states(locations.values())
         return locations
 
-    def _tell_states(self, locations: Iterable[Location]) -> None:
-        """Tell those of a Layer whether its numbers are part of a state: there are, or were,
-        buffers beside them. They are not where it has built Layers or parameters and no buffers:
-        they tell that these are built.
+    def _set_states(self, locations: Iterable[Location]) -> None:
+        """Set `Entries.is_state` of the attributes of Layers: numbers are restored with buffers.
+
+        A Layer has such a state if it has, or had, buffers. Not if it has built Layers or
+        parameters and no buffers: then its numbers may record that these are built.
         """
-        found = [one for one in locations if isinstance(one, Entries) and type(one.entries) is dict]
+        found = [
+            location
+            for location in locations
+            if isinstance(location, Entries) and type(location.entries) is dict
+        ]
         if not found:
             return
         numbers = {id(entries): number for number, entries in enumerate(self._layer_dicts)}
         builders = self._builders()
-        for one in found:
-            if (number := numbers.get(id(one.entries))) is not None:
+        for location in found:
+            if (number := numbers.get(id(location.entries))) is not None:
                 layer, size = self.layers[number], self._num_buffers[number]
                 is_built = not builders.isdisjoint(map(id, layers_below(layer) if builders else ()))
                 has_some = bool(size) or STATISTICS[0] in layer._parameters
-                one.is_state = size < len(layer._buffers) or (has_some and not is_built)
+                location.is_state = size < len(layer._buffers) or (has_some and not is_built)
 
     def _builders(self) -> set[int]:
-        """The ids of the Layers that have Layers or parameters which they did not have before."""
+        """The ids of the Layers that have a Layer or parameter that is not in the snapshot."""
         if self._has_same_members():
             return set()
         before = self._members_before()
@@ -180,11 +185,11 @@ class Snapshot:
             id(layer)
             for number, layer in enumerate(self.layers)
             for old, now in zip(before[4 * number :][:2], _members_of(layer.__dict__), strict=False)
-            if any(one is not None and old.get(name) is None for name, one in now.items())
+            if any(member is not None and old.get(name) is None for name, member in now.items())
         }
 
     def is_unchanged(self) -> bool:
-        """Whether nothing differs from before, but what the forward may change."""
+        """Whether no location differs, except in what `after_forward` has accepted."""
         return (
             not self._changed()
             and self._has_same_members()
@@ -192,12 +197,12 @@ class Snapshot:
         )
 
     def after_forward(self) -> bool:
-        """Accept what the first forward changed, and what it built in a Layer.
+        """Accept the changes of the first forward that are not restored, and Layers that it built.
 
         Returns:
-            `is_unchanged`, now that this is accepted.
+            `is_unchanged`, after that.
         """
-        self._tell_states(self.locations)
+        self._set_states(self.locations)
         for location in self.locations:
             location.after_forward()
         if changed := self._changed():
@@ -214,8 +219,8 @@ class Snapshot:
         return all(location.is_unchanged() for location in self.locations)
 
     def _accept_built_members(self) -> None:
-        """Those that the forward has added, or set in place of None; one that it has exchanged for
-        another is put back.
+        """Accept members that the forward has added, or assigned where None was; a member that it
+        has replaced is restored.
         """
         self._exchanges_members = True
         before = self._members_before()
@@ -230,11 +235,11 @@ class Snapshot:
         self._values = [*_flat(map(_values_of, accepted))]
 
     def restore(self, undo: Undo) -> None:
-        """Restore the content of before; `undo` gets what undoes this, and what the second forward
-        then changes, but what `Location.after_forward` accepts of that.
+        """Restore the recorded content; `undo` gets functions that undo this and the changes of the
+        second forward, except those that `Location.after_forward` accepts.
 
-        Where nothing was changed so far, by the first forward or by others, a second one that
-        does not raise is not looked at afterwards: it does what the first did.
+        If nothing has changed so far, the second forward changes nothing either, so locations are
+        compared after it only if it raises.
         """
         changed = self._changed()
         for location in (*self.locations, *changed.values()):
@@ -274,6 +279,6 @@ def _is_raising() -> bool:
 
 
 def _restore_after(location: Location) -> None:
-    """Put back what a forward has changed, as after the first one."""
+    """Undo what the second forward has changed, except what is accepted."""
     location.after_forward()
     location.restore()

@@ -1,4 +1,4 @@
-"""Which rank owns which parameter, and what cannot be sharded."""
+"""What cannot be sharded: models and optimizers that `ShardedOptimizer` refuses."""
 
 from __future__ import annotations
 
@@ -8,31 +8,8 @@ import paddle
 
 from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute._paddle.updates import check_treats_each_alone
-from paddle_recompute.distributed import shared_out
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.grad_sync import owner_of
-
-
-def parts_of_ranks(
-    parameters: Sequence[paddle.Tensor], num_ranks: int
-) -> list[list[paddle.Tensor]]:
-    """What each rank owns (`shared_out`).
-
-    Parameters stay whole. LAMB takes norms over a whole parameter, and the kernel of RMSProp rounds
-    a part of one differently, so parts of them would not have the bits of the replicated update.
-
-    Args:
-        parameters: Each once, in the same order on all ranks.
-        num_ranks: Number of ranks.
-
-    Returns:
-        A list for each rank, in the order of `parameters`.
-    """
-    owners = shared_out([int(parameter.size) for parameter in parameters], num_ranks)
-    parts: list[list[paddle.Tensor]] = [[] for _ in range(num_ranks)]
-    for parameter, owner in zip(parameters, owners, strict=True):
-        parts[owner].append(parameter)
-    return parts
+from paddle_recompute.grad_sync import offloaded_gradients_of
 
 
 def check_model(model: paddle.nn.Layer, num_ranks: int) -> list[paddle.Tensor]:
@@ -57,7 +34,7 @@ def check_model(model: paddle.nn.Layer, num_ranks: int) -> list[paddle.Tensor]:
                 "OffloadSequential instead"
             )
     parameters = trained_of(model)
-    away = [p.name for p in parameters if owner_of(p) is not None]
+    away = [p.name for p in parameters if offloaded_gradients_of(p) is not None]
     if away:
         raise ConfigError(
             f"{away[0]} is offloaded to host or disk, and its optimizer state with it; use "

@@ -1,4 +1,4 @@
-"""Whether a model is still the one that was stamped, told cheaply: `ModelStamp`."""
+"""`ModelStamp`: has a model changed since it was stamped? Cheap enough for every step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from paddle_recompute._paddle.layers import (
     forward_pre_hooks,
     own_sublayers,
 )
-from paddle_recompute.replay.captured_state import read_by
-from paddle_recompute.replay.names import kind_of
+from paddle_recompute.captured_state.captured_state import read_by
+from paddle_recompute.captured_state.names import kind_of
 
 _DICTS = (dict, collections.OrderedDict)
-_TOLD_BY_VALUE = (bool, int, float, complex, type(None), str, bytes)
+_COMPARED_BY_VALUE = (bool, int, float, complex, type(None), str, bytes)
 _members_of = itemgetter(*SUBLAYERS_AND_HOOKS)
 
 
 class ModelStamp:
-    """What the forwards of a model read: classes, sublayers, hooks and attributes of its Layers;
-    and what `captured_state` finds in plain objects, lists, dicts, globals and closures.
+    """The state that the forwards of a model read: classes, sublayers, hooks and attributes of its
+    Layers, and the captured state in plain objects, lists, dicts, globals and closures.
 
     Args:
         model: The model.
@@ -36,50 +36,50 @@ class ModelStamp:
 
     def __init__(self, model: paddle.nn.Layer, *code: Any) -> None:
         self._model, self._code = model, code
-        self._look()
+        self._record()
 
     def change(self) -> str:
-        """What is not as it was at the last call, or when the stamp was made; "" if nothing.
+        """The name of what has changed since the last call or the construction; "" if nothing has.
 
-        Where every entry is the object that it was, which is compared in C, no location is read.
-        After a change, what came with it is watched, too.
+        All entries are compared by identity, in C. Locations are read one by one only if an entry
+        differs. New objects are compared from then on.
         """
         is_rest_same = all(location.is_unchanged() for location in self._rest)
         if is_rest_same and all(map(is_, self._entries_now(), self._seen)):
             return ""
         then = self._held
-        self._look()
+        self._record()
         for location in {**then, **self._held}:
-            label, one = then.get(location, ("", _ABSENT))
-            label, other = self._held.get(location, (label, _ABSENT))
-            is_equal = type(one) is type(other) and isinstance(one, _TOLD_BY_VALUE) and one == other
-            if one is not other and not is_equal:
+            label, old = then.get(location, ("", _ABSENT))
+            label, new = self._held.get(location, (label, _ABSENT))
+            is_equal = type(old) is type(new) and isinstance(old, _COMPARED_BY_VALUE) and old == new
+            if old is not new and not is_equal:
                 return label
         return "" if is_rest_same else "a variable of a closure"
 
-    def _look(self) -> None:
-        """Look at all that the model reaches now."""
+    def _record(self) -> None:
+        """Record the state that the model reads now."""
         names, texts, found = read_by((self._model, *self._code))
         self._layers, self._rest = found.layers, found.locations
         self._dicts = [*map(vars, self._layers)]
-        known = {id(one): name for name, one in self._model.named_sublayers(include_self=True)}
-        paths = [known.get(id(one)) or type(one).__name__ for one in self._layers]
+        known = {id(layer): name for name, layer in self._model.named_sublayers(include_self=True)}
+        paths = [known.get(id(layer)) or type(layer).__name__ for layer in self._layers]
         locations: list[tuple[str, dict[Any, Any], Callable[[Any], bool] | None]] = []
-        """Label, dict and which of its keys matter; None: all."""
+        """Label, dict, and a test for the keys that are compared; None: all keys."""
         for layer, name in zip(self._layers, paths, strict=True):
             label = "{}" if layer is self._model else f"{name}.{{}}"
             locations.append((label, vars(layer), _read_by(layer, names)))
             locations.append((label, own_sublayers(layer), None))
-            if layer is not self._model:  # whose own hooks run around its Program, not in it
+            if layer is not self._model:  # hooks of the model itself run outside of its Program
                 for hooks in (forward_pre_hooks(layer), forward_post_hooks(layer)):
                     locations.append((f"the hooks of {name}", hooks, None))
         inner, named = {}, set()
-        own = {id(one) for entries in self._dicts for one in entries.values()}
+        own = {id(value) for entries in self._dicts for value in entries.values()}
         for container, read in found.beside_layers():
             if read is not None:
                 locations.append(("{}", container, read.__contains__))
             elif type(container) in _DICTS and id(container) not in own:
-                # It may count steps, too: what matters are the keys that the code names.
+                # Only keys that the code names are compared: others may count steps.
                 locations.append(
                     ("{}", container, lambda key: type(key) is not str or key in texts)
                 )
@@ -91,28 +91,30 @@ class ModelStamp:
         self._read: dict[itemgetter[Any], dict[Any, Any]] = {}
         for _, entries, matters in locations:
             if matters is not None and (keys := [*filter(matters, entries)]):
-                self._read[itemgetter(*keys, keys[0])] = entries  # of one key it gives no tuple
-        inner |= {id(one): one for one in self._values_now() if type(one) in (list, *_DICTS)}
-        self._containers = [one for key, one in inner.items() if key not in named]
-        # Not a tensor with its graph: where there is one, each location is looked at each time.
+                self._read[itemgetter(*keys, keys[0])] = entries  # with one key it returns no tuple
+        inner |= {
+            id(value): value for value in self._values_now() if type(value) in (list, *_DICTS)
+        }
+        self._containers = [container for key, container in inner.items() if key not in named]
+        # A tensor with a graph is not kept, so its location differs in each comparison.
         self._seen = [*map(_without_graph, [*self._entries_now()])]
         self._held = {
-            (id(entries), key, at): (label.format(key), _without_graph(one))
+            (id(entries), key, at): (label.format(key), _without_graph(item))
             for label, entries, matters in locations
             for key, value in [*entries.items()]
             if matters is None or matters(key)
-            for at, one in enumerate([value, *_inside(value)])
+            for at, item in enumerate([value, *_inside(value)])
         }
         for layer, name in zip(self._layers, paths, strict=True):
             self._held[id(layer), "", 0] = f"the class of {name}", type(layer)
         for container in self._containers:
-            for at, one in enumerate(_inside(container)):
-                self._held[id(container), "", at] = "an item of a list or dict", _without_graph(one)
+            for at, item in enumerate(_inside(container)):
+                content = _without_graph(item)
+                self._held[id(container), "", at] = "an item of a list or dict", content
 
     def _entries_now(self) -> Iterator[Any]:
-        """Classes and dicts of all Layers; all keys, and values and what is in lists and dicts as
-        far as they matter; and `_ABSENT`, so that the shorter of two such is not the beginning of
-        the other.
+        """All that is compared by identity: classes and dicts of the Layers, keys, values, and
+        items of lists and dicts. `_ABSENT` at the end lets sequences of different lengths differ.
         """
         return chain(
             map(type, self._layers),

@@ -26,7 +26,7 @@ class BucketTimes:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class CommunicationTrace:
     """One synchronized step, for a picture of computation and communication side by side.
 
     Attributes:
@@ -50,8 +50,8 @@ class Timeline:
         rank that computes longer; None where the host does not see that (NCCL, mode ``fleet``).
         """
         total = 0.0
-        for one in self.buckets:
-            if one.started is None or one.ended is None:
+        for bucket in self.buckets:
+            if bucket.started is None or bucket.ended is None:
                 return None
-            total += max(0.0, one.ended - max(one.started, self.backward_ended))
+            total += max(0.0, bucket.ended - max(bucket.started, self.backward_ended))
         return total if self.buckets else None

@@ -1,7 +1,7 @@
 """A call of a user's function, and its exact recomputation.
 
 Recompute runs a function twice. `Call` records what the second run needs to repeat the first:
-random streams, AMP state, train/eval flags, buffers, and a description of the outputs.
+RNG state, AMP state, train/eval flags, buffers, and the metadata of the outputs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import paddle
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state, global_amp_state, set_amp_state
 from paddle_recompute._paddle.backward import is_raised_by_an_operator, set_gradients
+from paddle_recompute.captured_state import writes as _writes
+from paddle_recompute.captured_state.called_layers import begin_reporting, end_reporting
+from paddle_recompute.captured_state.captured_state import CapturedState
+from paddle_recompute.captured_state.flags import flag_of, restore_flags
+from paddle_recompute.captured_state.layer_state import LayerState, StateAfter
+from paddle_recompute.captured_state.rng_state import RngSnapshot, RngState
+from paddle_recompute.captured_state.snapshot import Undo
 from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
-from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
-from paddle_recompute.replay.captured_state import CapturedState
-from paddle_recompute.replay.flags import flag_of, restore_flags
-from paddle_recompute.replay.layer_state import LayerState, StateAfter
-from paddle_recompute.replay.rng_state import RngReplay, RngState
-from paddle_recompute.replay.snapshot import Undo
 
 RECOMPUTATION_ADVICE = (
     "A recomputed function must do the same thing twice: look for state that it changes, such as a "
@@ -34,7 +34,7 @@ RECOMPUTATION_ADVICE = (
 
 
 class _Depth(threading.local):
-    """How many second forwards are running in a thread."""
+    """The number of recomputations that run in a thread, one inside the other."""
 
     now = 0
 
@@ -43,7 +43,7 @@ _depth = _Depth()
 
 
 def is_recomputing() -> bool:
-    """True while this thread repeats a forward to compute its activations again.
+    """True while this thread recomputes: in the second forward of a recomputed function.
 
     For Layers with state in Python: count, log or update only when it is False. Buffers are
     restored automatically.
@@ -56,10 +56,11 @@ class Call:
 
     Attributes:
         function: The user's function or Layer.
-        preserve_rng_state: Whether `repeat` draws the random numbers that `first` drew.
-        check: Whether `repeat` must return what `first` returned (count, shape, dtype).
+        preserve_rng_state: Whether `repeat` draws the same random numbers as `first`.
+        check: Whether the outputs of `repeat` must have the structure, shapes and dtypes of
+            `first`.
         compare_values: Whether the saved values of both runs will be compared.
-        context_fn: Returns the context managers of `first` and `repeat`; None: there are none.
+        context_fn: Returns the context managers of `first` and `repeat`; None: no contexts.
     """
 
     __slots__ = (
@@ -79,7 +80,7 @@ class Call:
         "preserve_rng_state",
     )  # fmt: skip
 
-    _draws: RngReplay | None
+    _draws: RngSnapshot | None
     _captured: CapturedState
     _layers: LayerState
 
@@ -91,14 +92,14 @@ class Call:
         check: bool,
         compare_values: bool = False,
     ) -> None:
-        """A call of `function`; `name` is its name in errors, "": its own."""
+        """`name` is used in errors; "": the name of `function`."""
         self.function = function
         self._name = name
         self.preserve_rng_state = preserve_rng_state
         self.check = check
         self.compare_values = compare_values
         self.context_fn: Any = None
-        self._second: Any = None  # what `context_fn` has returned for `repeat`
+        self._second: Any = None  # the context that `context_fn` returned for `repeat`
 
     @property
     def name(self) -> str:
@@ -113,7 +114,7 @@ class Call:
         Args:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            before: The call of the function right before, whose record is used again where its
+            before: The previous call of the same function. Its captured state is used again if its
                 forward has changed nothing.
         """
         stamps, opaque = [], False
@@ -122,7 +123,7 @@ class Call:
                 stamps.append((leaf, _writes.stamp(leaf)))
             else:
                 opaque |= type(leaf) not in _PLAIN
-        # The parameters among the arguments, which are not copied, with their flags.
+        # Parameters that are arguments, with their flags; parameters are not copied.
         parameters = [leaf for leaf, stamp in stamps if stamp.address is not None]
         self._parameters = (parameters, [*map(flag_of, parameters)]) if parameters else None
         self._amp = amp_state()
@@ -145,7 +146,9 @@ class Call:
             uses_host_rng = captured.may_draw
             if before is not None and before._draws is not None:
                 uses_host_rng |= before._draws.uses_host_rng  # a Layer that the search did not find
-            draws = self._draws = RngReplay(uses_host_rng=uses_host_rng, may_seed=captured.may_seed)
+            draws = self._draws = RngSnapshot(
+                uses_host_rng=uses_host_rng, may_seed=captured.may_seed
+            )
         begin_reporting(self._layers.known, self._add_called)
         try:
             outputs = self.run(args, kwargs)
@@ -161,13 +164,13 @@ class Call:
                 raise RecomputeError(
                     f"{self.name} changes {_argument(args, kwargs, tensor)} in place, "
                     "so the second forward would read other values than the first. Let it "
-                    "change a copy (x = x.clone() before the in-location operation)."
+                    "change a copy (x = x.clone() before the in-place operation)."
                 )
         self._returned = _outline(outputs) if self.check else []
         return outputs
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, again: bool = False) -> Any:
-        """The function's own call, in its context."""
+        """Call the function, inside the context of `context_fn`."""
         if self.context_fn is None:
             return self.function(*args, **kwargs)
         context, self._second = self._second, None
@@ -178,43 +181,49 @@ class Call:
             return self.function(*args, **kwargs)
 
     def _add_called(self, layer: paddle.nn.Layer) -> None:
-        """Watch `layer`, which the first forward calls and the search did not find."""
+        """Capture the state of `layer`, which the first forward calls and the search did not
+        find.
+        """
         if self._draws is not None:
             self._draws.read_host_rng()
         self._captured.add_called(layer)
         self._layers.add_called(layer, with_statistics=self._captured.reads_statistics)
 
     def streams_now(self) -> RngState | None:
-        """In `first`: the random streams now, for `go_on_from`; None: `repeat` leaves them."""
+        """In `first`: the RNG state now, for `go_on_from`; None: RNG state is not restored."""
         return None if self._draws is None else self._draws.now()
 
     def go_on_from(self, streams: RngState | None, state: StateAfter) -> None:
-        """In `repeat`, behind a part that it does not run: what `first` drew behind `streams` is
-        drawn next, and Layers have the `state` of then.
+        """In `repeat`, after a part that it skips: set RNG state and Layers to what they were after
+        that part in `first`.
+
+        Args:
+            streams: The RNG state; None: it is not restored.
+            state: What the part has written to Layers.
         """
         state.write(self._layers.known)
         if self._draws is not None and streams is not None:
             self._draws.go_on_from(streams)
 
     def captured_with_graph(self) -> Iterator[tuple[str, paddle.Tensor]]:
-        """See `CapturedState`."""
+        """See `CapturedState.captured_with_graph`."""
         return self._captured.captured_with_graph()
 
     def repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function again, with gradients enabled, as `first` ran it.
 
         Raises:
-            RecomputeError: The second result has another structure, shape or dtype; or the function
-                raises in an operator of Paddle.
-            BaseException: Whatever else the function itself raises, with a note that names it.
+            RecomputeError: The second result has another structure, shape or dtype; or an operator
+                of Paddle raises in the function.
+            BaseException: Any other error of the function, with a note that names the function.
         """
         draws = self._draws
         undo: Undo = []
         try:
             if draws is not None and draws.moves:
                 undo.append(functools.partial(draws.end_again, draws.begin_again()))
-            of_all = global_amp_state()  # the function may enter auto_cast
-            undo.append(functools.partial(setattr, of_all, "amp_dtype", of_all.amp_dtype))
+            global_amp = global_amp_state()  # the function may enter auto_cast
+            undo.append(functools.partial(setattr, global_amp, "amp_dtype", global_amp.amp_dtype))
             if (amp := set_amp_state(self._amp)) is not self._amp:
                 undo.append(functools.partial(set_amp_state, amp))
             may_change = self._captured.may_change_flags
@@ -251,7 +260,7 @@ class Call:
                     f"The second forward of {self.name} raised {type(error).__name__}, its "
                     f"first forward did not: {_first_line(error)}. {RECOMPUTATION_ADVICE}"
                 ) from error
-            _add_note(error, f"This happened in the second forward of {self.name}.")
+            add_note(error, f"This happened in the second forward of {self.name}.")
             raise
         finally:
             _depth.now -= 1
@@ -271,7 +280,7 @@ _PLAIN = frozenset({int, float, str, bytes, complex, bool, type(None)})
 
 
 def _is_from_recomputation(error: BaseException) -> bool:
-    """Whether `error` comes of the difference between the forwards, and not from the user."""
+    """Whether an operator raised `error`, so that a difference between the forwards caused it."""
     if not isinstance(error, Exception) or isinstance(error, (PaddleRecomputeError, MemoryError)):
         return False
     return is_raised_by_an_operator(error)
@@ -308,7 +317,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _outline(value: Any) -> list[tuple[Any, ...]]:
-    """What is equal for equal structure, shapes and dtypes."""
+    """Paths, dtypes and shapes of the tensors in `value`, and the types of its other leaves."""
     if _nested.is_tensor(value):
         return [("", value.dtype, value.shape)]
     return [
@@ -324,7 +333,8 @@ def _described(outline: list[tuple[Any, ...]]) -> list[str]:
     ]
 
 
-def _add_note(error: BaseException, note: str) -> None:
+def add_note(error: BaseException, note: str) -> None:
+    """Add `note` to what is printed of `error`."""
     # PEP 678 notes exist from Python 3.11; on 3.10 the note becomes the cause.
     if hasattr(error, "add_note"):
         if note not in getattr(error, "__notes__", ()):

@@ -1,8 +1,8 @@
 """Report each Layer at the moment a forward calls it.
 
-The search that starts at the function (`captured_state`) cannot follow everything: an import inside
-a function, a queue, a weak reference, a descriptor. A Layer that is called nevertheless is reported
-here, before its forward reads or changes its state.
+The search that starts at the function (`captured_state`) cannot follow an import inside a function,
+a queue, a weak reference or a descriptor. A Layer behind one of these is reported here when it is
+called, before its forward reads or changes its state.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from paddle_recompute._paddle.layers import LayerCallback, watch_layers
 def begin_reporting(
     known: Container[int], called: LayerCallback, built: LayerCallback = lambda layer: None
 ) -> None:
-    """From now on, in this thread, ``called(layer)`` runs before each call of a Layer whose id is
-    not `known`, and ``built(layer)`` after each Layer was constructed; until `end_reporting`.
+    """In this thread and until `end_reporting`, run ``called(layer)`` before each call of a Layer
+    whose id is not in `known`, and ``built(layer)`` after each construction of a Layer.
     """
     watches = watch_layers()
     watches.called.append((known, called))
@@ -25,7 +25,7 @@ def begin_reporting(
 
 
 def end_reporting() -> None:
-    """End what the last `begin_reporting` of this thread began."""
+    """Undo the last `begin_reporting` of this thread."""
     watches = watch_layers()
     watches.called.pop()
     watches.built.pop()
@@ -35,7 +35,7 @@ def on_every_call(called: LayerCallback) -> Callable[[], None]:
     """From now on, in all threads, call ``called(layer)`` before each call of a Layer.
 
     Returns:
-        Ends it; may be called more than once.
+        A function that ends it; it may be called more than once.
     """
     everywhere = watch_layers().everywhere
     everywhere.append(called)

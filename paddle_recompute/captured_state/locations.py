@@ -14,7 +14,7 @@ import paddle
 
 from paddle_recompute._nested import attributes_of
 from paddle_recompute._paddle.layers import MEMBER_DICTS, is_parameter
-from paddle_recompute.replay.detached_values import (
+from paddle_recompute.captured_state.detached_values import (
     DetachedValue,
     detach_value,
     is_same,
@@ -32,22 +32,21 @@ class Location(Protocol):
     """Something with content that can be replaced."""
 
     def after_forward(self) -> None:
-        """Accept what the first forward changed and the second one must not undo."""
+        """Accept changes of the first forward that are not restored."""
 
     def is_unchanged(self) -> bool:
-        """Whether nothing differs from before, but what `after_forward` has accepted."""
+        """Whether the content is the recorded one, except for accepted changes."""
 
     def restore(self) -> Callable[[], None] | None:
-        """Restore the old content; returns the function that undoes this, None if unchanged."""
+        """Restore the recorded content; returns a function that undoes it, None if unchanged."""
 
 
 class Entries:
-    """What code looks up by name: attributes, globals, a variable of a closure, defaults.
+    """Values that code looks up by name: attributes, globals, a variable of a closure, defaults.
 
     Attributes:
-        entries: Where it is looked up.
-        is_state: Whether numbers are part of a state that is put back; to be set before
-            `after_forward`.
+        entries: The dict or `Attributes` in which they are looked up.
+        is_state: Whether numbers are restored, too; to be set before `after_forward`.
     """
 
     __slots__ = ("_before", "_left", "_names", "_size", "entries", "is_state")
@@ -59,7 +58,9 @@ class Entries:
         before: dict[str, Any],
         size: int,
     ) -> None:
-        """Of the `names`, `before` were there and held (`contents.hold`) so, among `size`."""
+        """`names` are looked up; `before` are the existing ones (`detach_value`), of `size`
+        entries.
+        """
         self.entries = entries
         self._names = names
         self._before = before
@@ -68,11 +69,11 @@ class Entries:
         self.is_state = False
 
     def after_forward(self) -> None:
-        """See `Location`: numbers, and Layers and parameters that the forward has built, stay. So
-        that it runs twice in one mode, flags do not.
+        """See `Location`: numbers, and Layers and parameters that the forward has built, keep their
+        new value. Train/eval flags are restored, so that both forwards run in the same mode.
 
-        Numbers beside a tensor that the forward rebinds, or beside the buffers of a Layer, are part
-        of the same state (the length of a cache, whether it is filled): they are put back with it.
+        Numbers are restored, too, if the forward has rebound a tensor of the same object or the
+        Layer has buffers: they may be the length of a cache, or say that it is filled.
         """
         before, now, changed = self._before, self.entries, self._changed()
         is_cache = self.is_state or any(
@@ -95,7 +96,7 @@ class Entries:
         entries, changed = self.entries, self._changed()
         if not changed:
             return None
-        # Of the unchanged ones, too: the second forward may change what was put back by the user.
+        # Unchanged entries, too: the second forward may change them.
         names = (self._before.keys() | self._names) - self._left
         now = {name: entries.get(name, ABSENT) for name in names}
         before = self._before
@@ -118,7 +119,7 @@ class Entries:
 
 
 def _held_now(entries: dict[str, Any] | Attributes, name: str) -> Any:
-    """What `name` holds; a Layer keeps Layers and parameters beside its attributes."""
+    """The present value of `name`; a Layer has its Layers and parameters in separate dicts."""
     value = entries.get(name)
     for members in MEMBER_DICTS[:2] if value is None else ():
         value = entries.get(members, {}).get(name, value)
@@ -139,12 +140,12 @@ def _assign(entries: dict[str, Any] | Attributes, values: dict[str, Any]) -> Non
 
 
 def _is_own_state(before: Any, now: Any) -> bool:
-    """Whether what a forward has put into a location stays there for the second forward."""
+    """Whether a new value that the forward has assigned is kept."""
     return isinstance(before, _NUMBERS) or _is_built(now)
 
 
 def _is_data(value: Any) -> bool:
-    """Whether `value` holds no tensor, and no object that could: numbers, text, dtypes, shapes."""
+    """Whether `value` is data (numbers, text, dtypes, shapes), which cannot hold a tensor."""
     if issubclass(
         type(value), paddle.Tensor | DetachedValue
     ):  # a `DetachedValue` contains a tensor
@@ -161,7 +162,7 @@ def _is_built(value: Any) -> bool:
 
 
 def fill_dict(entries: dict[Any, Any], values: dict[Any, Any]) -> None:
-    """Let `entries` hold `values` and nothing else."""
+    """Replace the content of `entries` by `values`."""
     entries.clear()
     entries.update(values)
 
@@ -172,14 +173,14 @@ class Items:
     __slots__ = ("_before", "_container", "_is_own")
 
     def __init__(self, container: Container, before: list[Any]) -> None:
-        """`container` held (`contents.hold`) `before`, in the order of `items_of`."""
+        """`before` are the items of `container` (`detach_value`), in the order of `items_of`."""
         self._container = container
         self._before = before
         self._is_own = False
 
     def after_forward(self) -> None:
-        """A list of data that the forward changes is its own state, and so is one into which it
-        puts Layers that it builds. Tensors and objects, such as those of a cache, are put back.
+        """A list of data that the forward changes keeps its new items, and so does a list to which
+        it adds Layers that it builds. Tensors and other objects, as those of a cache, are restored.
         """
         if self.is_unchanged():
             return
@@ -224,8 +225,8 @@ def _fill(container: Container, items: list[Any]) -> None:
 
 
 class Attributes:
-    """Attributes of a cell, of a function or in slots, as `Entries` reads and writes a dict; past
-    what the class of the owner does with them.
+    """Attributes of a cell, of a function or in slots, with the interface of a dict; bypasses
+    ``__getattr__`` and ``__setattr__`` of the owner's class.
     """
 
     __slots__ = ("_owner",)
@@ -247,13 +248,13 @@ class Attributes:
             object.__delattr__(self._owner, name)
 
     def keys(self) -> AbstractSet[str]:
-        return frozenset()  # none is looked for that was not there
+        return frozenset()  # attributes that are added later are not looked up
 
     def __len__(self) -> int:
         return 0
 
 
 def of_attributes(owner: Any, names: Iterable[str], values: Iterable[Any]) -> Entries:
-    """The attributes `names`, which have `values`; `ABSENT`: none."""
+    """The attributes `names` with their `values`; `ABSENT`: it does not exist."""
     before = {name: detach_value(value) for name, value in zip(names, values, strict=True)}
     return Entries(Attributes(owner), frozenset(), before, 0)

@@ -1,12 +1,12 @@
-"""Which tensors were written to since a forward; no value is read to find out.
+"""Which tensors were written to since a forward, found without reading their values.
 
-``Tensor.inplace_version`` counts in-location operators only: the kernels of optimizers,
+``Tensor.inplace_version`` counts in-place operators only: the kernels of optimizers,
 ``set_value``, ``set_state_dict``, ``copy_`` and ``assign`` of an array do not raise it (2.6.2,
 3.3.1). If we raised it for them, plain backwards that Paddle allows today would fail. So these
 writes are counted here, by address: each write advances a clock, and the last tick of each address
 is kept.
 
-Writes that bypass Paddle's Python API are not seen: ``get_tensor()``, DLPack, collectives, and
+Not detected are writes that bypass Paddle's Python API: ``get_tensor()``, DLPack, collectives, and
 third-party operators that write to their inputs.
 """
 
@@ -23,7 +23,7 @@ import paddle
 from paddle_recompute._paddle import layers, writes
 from paddle_recompute._paddle.saved_tensors import version_of
 from paddle_recompute._paddle.writes import address_of, addresses_of
-from paddle_recompute.replay.flags import flag_of, restore_flags
+from paddle_recompute.captured_state.flags import flag_of, restore_flags
 
 
 class Stamp(NamedTuple):
@@ -33,7 +33,7 @@ class Stamp(NamedTuple):
     tick: int
     address: int | None
     content: int | None = None
-    """Only of an offloaded tensor; see `watch_offloaded`."""
+    """For offloaded tensors only; see `watch_offloaded`."""
 
 
 _tick = 0
@@ -45,7 +45,7 @@ _sorted: list[int] = []
 
 
 def note_write(tensor: paddle.Tensor) -> None:
-    """Count a write to `tensor` that is not seen by itself, such as a collective's."""
+    """Count a write to `tensor` that Paddle does not report, such as that of a collective."""
     global _tick
     _tick += 1
     address = address_of(tensor)
@@ -58,11 +58,11 @@ watch_writes = functools.partial(writes.watch_writes, note_write)
 
 
 def watch_offloaded(parameter: paddle.Tensor, content: Callable[[], int]) -> None:
-    """From now on, the memory of `parameter` comes and goes; an address tells nothing of it.
+    """Detect writes to an offloaded `parameter` by `content` instead of by its address.
 
     Args:
-        parameter: Keeps `content`.
-        content: Its number, another one after each write to `parameter`, wherever it is.
+        parameter: A reference to `content` is stored in it.
+        content: Returns a number that each write to `parameter` changes.
     """
     global _any_is_offloaded
     _any_is_offloaded = True
@@ -73,7 +73,7 @@ class Stamps:
     """The stamps of many parameters, side by side.
 
     Attributes:
-        by_forward: The ids of those that the first forward itself has written to.
+        by_forward: The ids of parameters that the first forward itself wrote to.
     """
 
     __slots__ = (
@@ -82,7 +82,7 @@ class Stamps:
 
     def __init__(self, tensors: list[paddle.Tensor]) -> None:
         addresses = addresses_of(tensors)
-        if not all(addresses):  # asked for the version of such a tensor, 2.6 ends the process
+        if not all(addresses):  # Paddle 2.6 crashes when the version of such a tensor is read
             pairs = zip(tensors, addresses, strict=True)
             tensors = [t for t, address in pairs if address or _content_of(t) is not None]
             addresses = addresses_of(tensors)
@@ -94,7 +94,7 @@ class Stamps:
         self.by_forward: AbstractSet[int] = frozenset()
 
     def after_forward(self) -> None:
-        """Note what the forward itself has written to."""
+        """Note the parameters that the forward itself wrote to."""
         if self._tick != _tick or [*map(version_of, self._tensors)] != self._versions:
             self.by_forward = {*map(id, self.written())}
 
@@ -103,7 +103,7 @@ class Stamps:
         restore_flags(self._tensors, self._flags, undo, may_change=may_change)
 
     def written(self) -> list[paddle.Tensor]:
-        """Those of the tensors that were written to since."""
+        """The tensors that were written to since."""
         tensors, stamps = self._tensors, self._stamps
         if stamps is None:
             if (
@@ -128,7 +128,7 @@ def stamp(tensor: paddle.Tensor) -> Stamp:
 
 
 def stamp_in_place(tensor: paddle.Tensor) -> Stamp:
-    """`stamp` of a tensor that stays on its device until it is compared."""
+    """`stamp` of a tensor that is not offloaded until it is compared."""
     is_parameter = layers.is_parameter(tensor)
     return Stamp(version_of(tensor), _tick, address_of(tensor) if is_parameter else None)
 
@@ -136,8 +136,8 @@ def stamp_in_place(tensor: paddle.Tensor) -> Stamp:
 def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
     """Whether `tensor`, or a view of it, was written to since the `stamp` `then`.
 
-    A parameter at another address counts as written to (``w.data = value``); another tensor at
-    another address does not.
+    A parameter whose address has changed counts as written to (``w.data = value``); another tensor
+    does not.
     """
     if then.content is not None:
         return _content_of(tensor) != then.content
@@ -150,13 +150,11 @@ def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
     address = address_of(tensor)
     if address is None:
         return False
-    return any(
-        _last_write[location] > then.tick for location in _written_addresses(tensor, address)
-    )
+    return any(_last_write[written] > then.tick for written in _written_addresses(tensor, address))
 
 
 def released(what: str) -> str:
-    """The error where `what`, which a second forward reads, has no memory any more."""
+    """The message of the error for `what`, whose memory was released before the second forward."""
     return (
         f"{what} of a recomputed function has no memory any more: it was released between the "
         "forward and the backward (_clear_data, or _clear_dataptr, as pipeline engines do), so the "

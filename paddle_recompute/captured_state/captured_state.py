@@ -1,25 +1,25 @@
-"""What a function reaches besides its arguments: recorded before the first forward, restored in
-the second.
+"""The captured state of a function: what it reads besides its arguments, restored for the second
+forward.
 
-The second forward must reach the objects that the first one reached. Meanwhile a loop may have
-rebound a variable of the closure, or a sublayer, parameter, attribute or global may have been
-replaced. `CapturedState` records each such *location* and its content. During the second forward
-the changed locations hold their old content again, afterwards the new one.
+The second forward must read the objects that the first one read. Between the two, a loop may rebind
+a variable of the closure, or a sublayer, parameter, attribute or global may be replaced.
+`CapturedState` records each such *location* and its content. During the second forward the changed
+locations have their old content, afterwards the new one.
 
 **What is searched.** The function, its ``__self__``, its closure, its defaults, and the attributes
 and globals that it names; from there functions, partials, methods, lists, deques, tuples, sets,
-dicts and hooks; of plain objects at any depth, the attributes that the code found so far looks up
-by name (all attributes if it uses ``getattr``); Layers with their sublayers, parameters and
-attributes. The search ends after `MOST_SEARCHED` objects and skips containers of more than
-`LONGEST_SEARCHED` items, which hold data. Objects of libraries and of Python itself (locks,
-barriers, loggers) are skipped. What a Layer reaches that only its call finds (an import inside the
-function, an attribute of a class, a weak reference) is added when the first forward calls it.
+dicts and hooks; those attributes of plain objects, at any depth, that the code looks up by name
+(all attributes if it uses ``getattr``); Layers with their sublayers, parameters and attributes. The
+search ends after `MOST_SEARCHED` objects and skips containers of more than `LONGEST_SEARCHED`
+items, which hold data. Objects of libraries and of Python itself (locks, barriers, loggers) are
+skipped. A Layer that the search cannot find (behind an import inside the function, an attribute of
+a class, a weak reference) is added when the first forward calls it.
 
-**What the forward itself changes.** A number that it rebinds and a list or dict of data that it
-changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other object that
-it rebinds is put back, with the numbers beside it, and so is a list or dict of such objects. So a
-cache that it filled (keys and values of attention) is filled again. Numbers of a Layer with buffers
-are put back with these: a flag tells that they are filled.
+**State that the forward itself changes.** Attributes that it assigns are restored if they are
+Layers, tensors, None or other objects, together with the numbers of the same object; so are lists
+and dicts of such objects. So a cache (keys and values of attention) is filled a second time. Other
+numbers, and lists and dicts of data, keep their new value: a counter counts both forwards. Numbers
+of a Layer with buffers are restored, because they may say that the buffers are filled.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from paddle_recompute._paddle.layers import (
     is_initialized,
     layers_below,
 )
-from paddle_recompute.replay.captured_tensor import CapturedTensor
-from paddle_recompute.replay.detached_values import detach_value
-from paddle_recompute.replay.flags import CHANGED_BY, restore_flags
-from paddle_recompute.replay.locations import (
+from paddle_recompute.captured_state.captured_tensor import CapturedTensor
+from paddle_recompute.captured_state.detached_values import detach_value
+from paddle_recompute.captured_state.flags import CHANGED_BY, restore_flags
+from paddle_recompute.captured_state.locations import (
     ABSENT,
     Attributes,
     Entries,
@@ -55,7 +55,7 @@ from paddle_recompute.replay.locations import (
     items_of,
     of_attributes,
 )
-from paddle_recompute.replay.names import (
+from paddle_recompute.captured_state.names import (
     OURS,
     PADDLE,
     UNNAMED,
@@ -72,7 +72,7 @@ from paddle_recompute.replay.names import (
     nothing,
     reader_of,
 )
-from paddle_recompute.replay.snapshot import Snapshot, Undo
+from paddle_recompute.captured_state.snapshot import Snapshot, Undo
 
 LONGEST_SEARCHED = 1000
 """Containers with more items hold data, not Layers; a search in them would slow down each call."""
@@ -81,10 +81,10 @@ MOST_SEARCHED = 2_000
 """The most objects that one search visits."""
 
 _LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None)})
-"""The types of what holds nothing else."""
+"""Types of values that hold no other objects."""
 _TO_STATISTICS = frozenset({*STATISTICS, "_use_global_stats", "eval", "train", "training"})
-"""Names in code that reads the statistics of a BatchNorm, or may let its kernel read them, in eval
-mode within one forward.
+"""Names in code that reads the statistics of a BatchNorm, or may switch it to eval mode within a
+forward, in which its kernel reads them.
 """
 _WITHOUT_STREAMS = {"builtins", "math", "operator", "_operator", "functools"}
 _hook_dicts = operator.itemgetter("_forward_pre_hooks", "_forward_post_hooks")
@@ -94,7 +94,7 @@ _ITEMS: tuple[Reader, Reader] = (
 )
 _NOTHING: Reader = ((), nothing, frozenset())
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
-"""The objects of Python's library that hold a user's objects."""
+"""Classes of the standard library whose attributes are a user's objects."""
 
 
 def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
@@ -106,29 +106,32 @@ def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
 
 
 def read_by(functions: tuple[Any, ...]) -> tuple[frozenset[str] | None, set[str], Snapshot]:
-    """Of the code that calls of `functions` reach, without that of Paddle: the names of attributes
-    that it looks up (None: any), and the texts in it; and what they reach.
+    """Search the code that calls of `functions` reach, without Paddle's own.
+
+    Returns:
+        The names of the attributes that the code looks up (None: any), its string constants, and
+        the captured state.
     """
     search = _Search.of(functions, ())
     texts: set[str] = set()
-    for one in search._seen.values():
-        if type(one) is types.FunctionType:
-            texts |= names_in(one.__code__).texts
+    for value in search._seen.values():
+        if type(value) is types.FunctionType:
+            texts |= names_in(value.__code__).texts
     return None if search._any_name else frozenset(search.names), texts, search.snapshot
 
 
 class CapturedState:
-    """What one call of `function` reaches; construct it before the first forward.
+    """The captured state of one call of `function`; construct it before the first forward.
 
     Attributes:
-        snapshot: What it holds; with all Layers.
-        may_draw: Whether the call may draw from NumPy's stream or Python's. Not before it calls a
-            Layer that is not among the Layers.
-        may_seed: Whether it may set a stream, which then may end where it began.
-        reads_statistics: Whether code of the user may read the statistics of a BatchNorm, or let
-            kernel do it.
+        snapshot: The locations with their content, and all Layers.
+        may_draw: Whether the call may draw from NumPy's stream or Python's, as far as the search
+            has seen its code; a Layer that `add_called` adds may draw, too.
+        may_seed: Whether it may seed a stream.
+        reads_statistics: Whether code of the user may read the statistics of a BatchNorm, or switch
+            it to eval mode.
         may_change_flags: Whether it may change ``stop_gradient`` of tensors.
-        is_settled: Whether another search, right after the last forward, would find the same.
+        is_settled: Whether a new search right after the first forward would find the same state.
     """
 
     __slots__ = (
@@ -146,8 +149,8 @@ class CapturedState:
         self._search: _Search | None = search
 
     def add_called(self, layer: paddle.nn.Layer) -> None:
-        """Add what `layer` reaches, which the first forward calls and the search did not find."""
-        if (search := self._search) is None:  # a later call uses the record of an earlier one
+        """Add the state of `layer`, which the first forward calls and the search did not find."""
+        if (search := self._search) is None:  # this call uses the captured state of an earlier one
             self.snapshot.add_flags(layers_below(layer))
             return
         search._visit(layer, "")
@@ -156,51 +159,39 @@ class CapturedState:
         self.may_change_flags = search.may_change_flags
 
     def after_forward(self) -> None:
-        """Accept what the first forward changed itself: see the module."""
-        self._search = None  # it holds the graphs of what it has seen
+        """Accept the changes of the first forward that are not restored: see the module."""
+        self._search = None  # it refers to tensors with their graphs
         self.is_settled = self.snapshot.after_forward() and not self.may_change_flags
         if self._tensors:
             self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
 
     def restore(self, undo: Undo) -> None:
-        """Give every location its content of before the first forward; `undo` gets the way back.
+        """Give every location its content from before the first forward, until `undo`.
 
         Raises:
-            RecomputeError: A tensor that the function reaches was written to meanwhile.
+            RecomputeError: A captured tensor was written to or released.
         """
         self.snapshot.restore(undo)
         if self._captured:
-            tensors = [one.get() for one in self._captured]
-            flags = [one.flag for one in self._captured]
+            tensors = [captured.get() for captured in self._captured]
+            flags = [captured.flag for captured in self._captured]
             restore_flags(tensors, flags, undo, may_change=self.may_change_flags)
         for tensor in self._tensors:  # after the locations: `refuse` may add a hook
             if tensor.is_released() or tensor.is_written():
                 tensor.refuse(undo)
 
     def captured_with_graph(self) -> Iterator[tuple[str, paddle.Tensor]]:
-        """The tensors with a graph that the function reaches and that are alive, with their names
-        there; not those among its arguments.
-        """
-        for one in self._tensors:
-            tensor = one.with_graph() if one.with_graph is not None else None
+        """The captured tensors that have a graph and still exist, with the names that hold them."""
+        for captured in self._tensors:
+            tensor = captured.with_graph() if captured.with_graph is not None else None
             if tensor is not None and not tensor.stop_gradient:
-                yield one.name, tensor
-
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Inside, what `restore` does."""
-        undo: Undo = []
-        try:
-            self.restore(undo)
-            yield
-        finally:
-            while undo:
-                undo.pop()()
+                yield captured.name, tensor
 
 
 class _Search:
-    """A walk over everything that a function reaches. It is a class because a closure that calls
-    itself would be a reference cycle, which would keep the Layers alive.
+    """The search for the captured state of a function.
+
+    It is a class, because a recursive closure would be a reference cycle that keeps the Layers.
     """
 
     def __init__(self) -> None:
@@ -208,19 +199,21 @@ class _Search:
         self.snapshot = Snapshot()
         self.may_draw = self.may_seed = self.is_dynamic = False
         self.tensors: list[CapturedTensor] = []
-        # By id, with a reference: the id of a temporary tuple would be used again.
+        # By id; the values keep the ids of temporary tuples from being reused.
         self._seen: dict[int, Any] = {}
-        self._objects: list[tuple[Any, set[str]]] = []  # with the names looked up so far
+        self._objects: list[
+            tuple[Any, set[str]]
+        ] = []  # each with the names already looked up in it
         self.names: set[str] = set(UNNAMED)
         self._any_name = False
-        self._owner: paddle.nn.Layer | None = None  # whose code or attribute is visited
-        self._holder: paddle.nn.Layer | None = None  # whose attribute is visited
+        self._owner: paddle.nn.Layer | None = None  # the Layer whose code or attribute is visited
+        self._holder: paddle.nn.Layer | None = None  # the Layer whose attribute is visited
         self._kinds: dict[type, Kind] = {}
-        self._read_by_others: dict[int, set[str]] = {}  # of Layers and kinds, by id
+        self._read_by_others: dict[int, set[str]] = {}  # by the id of a Layer or `Kind`
 
     @classmethod
     def of(cls, function: Any, arguments: Any) -> _Search:
-        """Search all that a call reaches."""
+        """Search the state that a call of `function` with `arguments` reads."""
         check_paddle()
         search = cls()
         search._visit(function, "")
@@ -243,7 +236,7 @@ class _Search:
         return self.is_dynamic or not self.names.isdisjoint(CHANGED_BY)
 
     def _visit(self, value: Any, name: str) -> None:
-        """Visit `value`, which `name` holds, and its content."""
+        """Visit `value` and its content; `name` is the variable that holds it."""
         kind = type(value)
         if kind in _LEAVES:
             return
@@ -252,8 +245,8 @@ class _Search:
                 self._share(value)
             return
         if kind in weakref.ProxyTypes:
-            with contextlib.suppress(ReferenceError):  # of an object that is gone
-                self._visit(value.__sizeof__.__self__, name)  # what it stands for
+            with contextlib.suppress(ReferenceError):  # the object was freed
+                self._visit(value.__sizeof__.__self__, name)  # the object behind the proxy
             return
         if len(self._seen) >= MOST_SEARCHED:
             self.may_draw = True
@@ -288,11 +281,11 @@ class _Search:
             self.may_draw |= getattr(value, "__module__", "") not in _WITHOUT_STREAMS
 
     def _share(self, value: Any) -> None:
-        """Another Layer holds `value` too: which of them is called does not matter any more."""
+        """Two Layers hold `value`, so its tensors have no single owner."""
         held = {id(leaf) for leaf in _nested.leaves_of(value)}
-        for one in self.tensors:
-            if one.owner is not self._holder and one.identity in held:
-                one.owner = None
+        for captured in self.tensors:
+            if captured.owner is not self._holder and captured.identity in held:
+                captured.owner = None
 
     def _visit_container(self, value: Any, name: str) -> None:
         is_watched = isinstance(value, (list, deque, dict))
@@ -312,7 +305,7 @@ class _Search:
             self._visit(item, name)
 
     def _watch(self, entries: Any, reader: Reader) -> None:
-        """Watch entries of a dict, and visit what they hold."""
+        """Record entries of a dict, and visit their values."""
         values = reader[1](entries)
         if self._visit_values(reader, values):
             self._watch_graphs(entries, reader, values)
@@ -320,7 +313,7 @@ class _Search:
             self.snapshot.add(entries, reader, values)
 
     def _visit_values(self, reader: Reader, values: tuple[Any, ...]) -> bool:
-        """Returns whether there is a tensor with a graph among them."""
+        """Visit each value; returns whether one is a tensor with a graph."""
         has_graph = False
         for name, value in zip(reader[0], values, strict=True):
             if type(value) not in _LEAVES:
@@ -366,8 +359,8 @@ class _Search:
 
     def _visit_layer(self, root: paddle.nn.Layer) -> None:
         outer, layers = self._owner, layers_below(root)
-        if self.snapshot.layers:  # some may have been there
-            layers = [one for one in layers if one is root or id(one) not in self._seen]
+        if self.snapshot.layers:  # some may have been visited
+            layers = [layer for layer in layers if layer is root or id(layer) not in self._seen]
         self._seen.update(zip(map(id, layers), layers, strict=True))
         of_class = dict(zip(map(type, layers), layers, strict=True))
         for layer_class in of_class.keys() & self._kinds.keys():
@@ -375,9 +368,7 @@ class _Search:
         self._kinds.update(zip(of_class, map(kind_of, of_class), strict=True))
         dicts, readers, before = self.snapshot.add_layers(layers), [], []
         others = []
-        for location, (layer_class, entries) in enumerate(
-            zip(map(type, layers), dicts, strict=True)
-        ):
+        for index, (layer_class, entries) in enumerate(zip(map(type, layers), dicts, strict=True)):
             kind = self._kinds[layer_class]
             keys, reader = kind.last
             if keys != [*entries]:
@@ -386,12 +377,12 @@ class _Search:
             readers.append(reader)
             before.append(values)
             if not _LEAVES.issuperset(map(type, values)):
-                others.append(location)
-        for location in others:
-            self._owner = self._holder = layers[location]
-            if self._visit_values(readers[location], before[location]):
-                self._watch_graphs(dicts[location], readers[location], before[location])
-                readers[location], before[location] = _NOTHING, ()
+                others.append(index)
+        for index in others:
+            self._owner = self._holder = layers[index]
+            if self._visit_values(readers[index], before[index]):
+                self._watch_graphs(dicts[index], readers[index], before[index])
+                readers[index], before[index] = _NOTHING, ()
         self._holder = None
         self.snapshot.add_all(dicts, readers, before)
         if self.snapshot.has_hooks():
@@ -408,8 +399,8 @@ class _Search:
         self._owner = outer
 
     def _look_up_names(self) -> None:
-        """Look up the names in the plain objects, and in the Layers beyond what their own forwards
-        use, until there is no new name and no new object.
+        """Visit the attributes with the names that the code looks up, in plain objects and in
+        Layers, until there is no new name and no new object.
         """
         is_done = False
         while not is_done:
@@ -424,8 +415,8 @@ class _Search:
                     self._visit_object(value, frozenset(new))
 
     def _look_up_in_layers(self) -> bool:
-        """Returns whether there was something new."""
-        if len(self.names) == len(UNNAMED):  # no code of the user's
+        """Visit attributes of Layers that other code names; returns whether one was new."""
+        if len(self.names) == len(UNNAMED):  # no code of the user
             return False
         names = self.names - UNNAMED - attributes_of_every_layer()
         unread: dict[type, AbstractSet[str]] = {}
@@ -467,26 +458,26 @@ class _Search:
         if slots:
             values = [Attributes(value).get(name, ABSENT) for name in slots]
             self.snapshot.locations.append(of_attributes(value, slots, values))
-            for name, one in zip(slots, values, strict=True):
-                self._visit(one, name)
+            for name, content in zip(slots, values, strict=True):
+                self._visit(content, name)
         for name in names:
             for function in methods(type(value), name):
                 self._visit(function, name)
 
     def _visit_globals(self, entries: dict[str, Any], names: frozenset[str]) -> None:
-        """Watch those that are there: a module is large, and what is added later is ignored."""
+        """Record the globals that exist now; globals that are added later are ignored."""
         self._watch(entries, reader_of(entries, names & entries.keys()))
 
 
 def _is_users(kind: type) -> bool:
     module = str(kind.__module__)
     if module.partition(".")[0] == OURS:
-        return False  # it notes what happens in both forwards, as the planner's recorder does
+        return False  # such objects record both forwards, as the recorder of the planner
     return not (issubclass(kind, type) or is_library(module) or is_of_python(module))
 
 
 def _slots(kind: type) -> list[str]:
-    """As the class has them: the name of a private one contains that of its class."""
+    """The names of the slots as the class stores them: private ones with the name of the class."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         found.update(vars(base))

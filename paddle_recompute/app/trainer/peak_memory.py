@@ -37,6 +37,7 @@ from paddle_recompute.planner import (
     RecomputePlan,
     StepCosts,
     choices_of_policy,
+    measure_costs,
     simulate,
     uniform,
 )
@@ -57,7 +58,7 @@ class Peaks(NamedTuple):
     configured: int
 
 
-def measure_step(
+def measure_peak(
     config: Config, vocab_size: int, chunks: Chunks, plan: RecomputePlan | None = None
 ) -> int:
     """Peak bytes of one optimizer step on texts of full length. All ranks call it.
@@ -208,7 +209,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     model = bare_model(config, vocab_size)
     objective = Objective(config, chunks)
     batch = largest_batch(config, vocab_size, chunks)
-    of_batch = sum(int(one.size * one.element_size()) for one in tensors_in(batch))
+    of_batch = sum(int(tensor.size * tensor.element_size()) for tensor in tensors_in(batch))
     k_steps = config.strategy.gradient_merge_configs.k_steps
     extra_bytes = {"batches that wait": of_batch * (k_steps * (1 + WAITING_BATCHES) - 1)}
     if config.world_size > 1:
@@ -254,7 +255,7 @@ def estimated_peaks(config: Config, vocab_size: int, chunks: Chunks) -> Peaks | 
         return None
     own: tuple[int | None, int | None] = None, None
     with suppress(MemoryError, PlanError, SelectionError):  # the other ranks wait to compare
-        costs = job_of(config, vocab_size, chunks).measure(only_bytes=True)
+        costs = measure_costs(job_of(config, vocab_size, chunks), only_bytes=True)
         if section.enable and section.policy == "budget":
             choices = uniform(costs, WHOLE)
         else:

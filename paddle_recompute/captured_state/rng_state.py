@@ -1,4 +1,4 @@
-"""Capture and replay every random stream that a forward may draw from."""
+"""RNG state: capture it before a forward (dropout masks), restore it for the recomputation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RngState(NamedTuple):
                 write(state)
 
     def only_moved(self) -> RngState:
-        """This state without the streams that are still at it."""
+        """This state without the streams that have not moved since."""
         fields = zip(self, self.now(), _STREAMS, strict=True)
         return RngState(
             *(
@@ -51,7 +51,7 @@ class RngState(NamedTuple):
         )
 
     def now(self) -> RngState:
-        """The state now of the streams that this one has."""
+        """The present state of the streams that are not None here."""
         fields = zip(self, _STREAMS, strict=True)
         return RngState(*(None if state is None else read() for state, (read, _, _) in fields))
 
@@ -66,19 +66,19 @@ _STREAMS: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
     ),
     (lambda: random.getstate(), lambda state: random.setstate(state), lambda state: state),
 )
-"""What reads the state of each stream, what sets it, and what is equal for equal states."""
+"""For each stream: a getter, a setter, and a key that is equal for equal states."""
 
 
-class RngReplay:
-    """Let the recomputation draw what the first call drew.
+class RngSnapshot:
+    """The RNG state before a call, restored for its recomputation.
 
-    A stream that the call does not draw from is not touched in the recomputation. So functions that
-    draw nothing do not disturb other threads, and other threads do not disturb them.
+    Only streams that the call has moved are restored. So functions that draw nothing neither affect
+    other threads nor are affected by them.
 
-    **Threads.** Paddle, NumPy and Python have one global stream each for all threads, and none of
-    them tells which thread has drawn. `problem` says when another thread may have drawn from
-    Paddle's streams during the call or its recomputation: a recomputed function ran at the same
-    time, or a stream ends in another state. The numbers of the other streams are not compared.
+    **Threads.** Paddle, NumPy and Python have one global stream each for all threads. None of them
+    records which thread has drawn. `problem` is set if another thread may have drawn from Paddle's
+    streams during the call or its recomputation: a recomputed function ran at the same time, or a
+    stream ends in another state. NumPy's and Python's streams are not compared.
     """
 
     __slots__ = (
@@ -101,45 +101,50 @@ class RngReplay:
 
         Args:
             uses_host_rng: Whether the call may draw from NumPy's stream or Python's.
-            may_seed: Whether it may set a stream: one that ends where it began may have moved.
+            may_seed: Whether it may seed a stream. Then an unchanged end state does not show that
+                nothing was drawn.
         """
         self.uses_host_rng, self._may_seed = False, may_seed
         self._start = generator_states(), tracker_states(), None, None
         if uses_host_rng:
             self.read_host_rng()
         self.moves = True
-        """After `end_first`: whether the recomputation must restore a stream."""
+        """After `end_first`: whether a stream must be restored."""
         self.problem: str | None = None
-        """After `end_again`: why other numbers may have been drawn from Paddle's streams."""
+        """After `end_again`: why the recomputation may have drawn other numbers from Paddle's
+        streams.
+        """
         self._begin()
 
     def read_host_rng(self) -> None:
-        """During the call, which may draw from NumPy's stream or Python's from now on."""
+        """During the call: capture NumPy's and Python's streams, because it may draw from them
+        now.
+        """
         if not self.uses_host_rng:
             self.uses_host_rng = True
             self._start = (*self._start[:2], np.random.get_state(), random.getstate())
 
     def now(self) -> RngState:
-        """During the call: the states now."""
+        """During the call: the present RNG state."""
         host = (np.random.get_state(), random.getstate()) if self.uses_host_rng else (None, None)
         return RngState(generator_states(), tracker_states(), *host)
 
     def go_on_from(self, state: RngState) -> None:
-        """In the repetition: let the streams that it has started again go on from `state`."""
+        """In the recomputation: set the streams that were restored to `state`."""
         if self.moves:
             pairs = zip(self._start, state, strict=True)
-            RngState(*(None if start is None else one for start, one in pairs)).restore()
+            RngState(*(None if start is None else new for start, new in pairs)).restore()
 
     def _begin(self) -> None:
-        """Note the calls of other threads that run at the same time, until `_end`."""
+        """Until `_end`, detect calls of other threads that run at the same time."""
         self._thread, self._is_alone = threading.get_ident(), True
-        _running.append(self)  # first, so that of two calls one at least sees the other
+        _running.append(self)  # first, so that at least one of two calls sees the other
         for other in tuple(_running):
             if other._thread != self._thread:
                 other._is_alone = self._is_alone = False
 
     def _end(self) -> bool:
-        """Returns whether no call of another thread ran meanwhile."""
+        """Returns whether no call of another thread ran at the same time."""
         _running.remove(self)
         return self._is_alone
 
@@ -175,7 +180,7 @@ class RngReplay:
 
     def _compare(self, end: Any, was_alone: bool) -> str | None:
         if end == self._marks[0] and (end == self._marks[1] or not self._may_seed):
-            return None  # the function draws nothing: another thread did, in the first forward
+            return None  # this function draws nothing; another thread drew during the first forward
         if not (self._first_was_alone and was_alone):
             return (
                 "it draws random numbers while a recomputed function of another thread may draw, "
@@ -192,4 +197,4 @@ class RngReplay:
         return None
 
 
-_running: list[RngReplay] = []
+_running: list[RngSnapshot] = []

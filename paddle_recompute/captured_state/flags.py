@@ -1,4 +1,4 @@
-"""``stop_gradient`` of tensors: a second forward begins with the flags of the first one."""
+"""``stop_gradient`` flags of tensors, restored for the recomputation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHANGED_BY = frozenset({"stop_gradient", "trainable"})
 def restore_flags(
     tensors: list[paddle.Tensor], flags: list[bool], undo: list[Any], *, may_change: bool
 ) -> None:
-    """Give `tensors` the `flags` that they had; `undo` gets what gives back those of now.
+    """Set the ``stop_gradient`` of `tensors` to `flags`; `undo` gets a function that sets it back.
 
     Args:
         tensors: The tensors.

@@ -1,7 +1,7 @@
-"""What a forward pass reads and changes besides its arguments: buffers and parameters.
+"""Buffers and parameters of the Layers that a function calls, restored for the second forward.
 
-A second forward must use the buffers of the first, and must not change them:
-BatchNorm's running statistics are updated once per step, a spectral norm iterates once.
+The second forward must read the buffers of the first and must not update them again: BatchNorm's
+running statistics are updated once per step, a spectral norm iterates once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from paddle_recompute._paddle.layers import (
     own_parameters,
     set_own_parameters,
 )
+from paddle_recompute.captured_state import writes as _writes
+from paddle_recompute.captured_state.called_layers import begin_reporting, end_reporting
+from paddle_recompute.captured_state.detached_values import detach_value, is_same, original_of
+from paddle_recompute.captured_state.flags import flag_of
+from paddle_recompute.captured_state.locations import ABSENT, fill_dict
+from paddle_recompute.captured_state.snapshot import Undo
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
-from paddle_recompute.replay.detached_values import detach_value, is_same, original_of
-from paddle_recompute.replay.flags import flag_of
-from paddle_recompute.replay.locations import ABSENT, fill_dict
-from paddle_recompute.replay.snapshot import Undo
 
 SMALL_BYTES = 64 * 1024
 """A copy of a buffer up to this size is kept until the backward, changed or not."""
@@ -47,7 +47,7 @@ class _Buffer:
     """A tensor that a Layer holds and does not train, in the state before one forward.
 
     It is copied before the forward. The copy is kept if it is small or if the forward changed the
-    buffer. Of a large unchanged buffer only the object is kept, with a stamp that reveals later
+    buffer. For a large unchanged buffer only a reference is kept, with a stamp that detects later
     writes.
     """
 
@@ -58,7 +58,7 @@ class _Buffer:
         self._copy: paddle.Tensor | None = _copy(tensor)
 
     def after_forward(self, now: paddle.Tensor | None) -> None:
-        """Drop the copy if it is large and the Layer's tensor (`now`) is unchanged."""
+        """Drop the copy if it is large and the present tensor of the Layer, `now`, is unchanged."""
         copy = self._copy
         assert copy is not None
         if _is_small(copy):
@@ -67,7 +67,7 @@ class _Buffer:
             self._copy = None
 
     def is_unchanged(self, now: paddle.Tensor | None) -> bool:
-        """Whether the Layer still has the tensor (`now`), with the value of before."""
+        """Whether `now`, the present tensor of the Layer, is the recorded one with its value."""
         if now is None or not is_same(self._held, now):
             return False
         return is_unwritten(now, self._mode, self._stamp, now if self._copy is None else self._copy)
@@ -76,7 +76,7 @@ class _Buffer:
         """A copy of the value before the forward; the caller may write to it."""
         copy = _copy(self._unwritten(name))
         copy.stop_gradient = self._flag
-        # What a function that is recomputed inside asks about the copy is known of the tensor.
+        # For a nested recomputed function: what is known of the tensor holds for its copy.
         known = _is_unwritten.get((id(original_of(self._held)), self._mode))
         if known is not None:
             _remember(copy, self._mode, known[1])
@@ -98,18 +98,18 @@ class _Buffer:
 
 
 _is_unwritten: dict[tuple[int, bool], tuple[weakref.ref[paddle.Tensor], bool]] = {}
-"""Whether the first forward that was looked at left a buffer alone, by the mode of its Layer."""
+"""Whether the first forward left a buffer unchanged, by id and mode of its Layer."""
 
 
 def is_unwritten(
     tensor: paddle.Tensor, mode: bool, before: _writes.Stamp, copy: paddle.Tensor
 ) -> bool:
-    """Whether a forward has not changed a buffer since it had the stamp `before`; False if unknown.
+    """Whether a forward has not changed a buffer since the stamp `before`; False if unknown.
 
-    The first time the values are compared, because kernels may write without raising
-    ``inplace_version`` (BatchNorm's do): that reads one number on the host. From then on nothing is
-    read: a buffer that was left alone is taken to be left alone as long as no write is counted
-    (`_writes`), and one that was changed uncounted is taken to be changed.
+    The first time, the values are compared, which reads one number on the host, because kernels may
+    write without raising ``inplace_version`` (BatchNorm's do). The result is remembered: later, an
+    unchanged buffer counts as unchanged until a write is counted (`_writes`), and a changed one as
+    changed.
 
     Args:
         tensor: The buffer.
@@ -159,10 +159,10 @@ _COMPARED_AS_THEY_ARE = (
 
 @dataclass
 class _Holder:
-    """One dict of a Layer with such tensors, and its content; None: nothing to copy.
+    """One dict of a Layer with buffers, and the recorded buffers; None: not copied.
 
     Attributes:
-        empty: What was there that had no memory: None, or a tensor that is not initialized.
+        empty: Entries without memory: None, or a tensor that is not initialized.
     """
 
     layer: paddle.nn.Layer
@@ -171,11 +171,11 @@ class _Holder:
     empty: dict[str, Any]
 
     def is_unchanged(self) -> bool:
-        """Whether there are the same names as before, and what was copied or empty is as it was."""
+        """Whether names, copied buffers and empty entries are as recorded."""
         now = self.tensors
         return (
             now.keys() == self.before.keys()
-            and all(now[name] is one for name, one in self.empty.items())
+            and all(now[name] is entry for name, entry in self.empty.items())
             and all(
                 buffer is None or buffer.is_unchanged(now[name])
                 for name, buffer in self.before.items()
@@ -183,7 +183,7 @@ class _Holder:
         )
 
     def restore(self) -> None:
-        """Let the dict be as before the first forward, with copies."""
+        """Fill the dict with copies of the recorded buffers."""
         now = self.tensors
         for name, buffer in self.before.items():
             if buffer is not None:
@@ -194,11 +194,11 @@ class _Holder:
                 now[name] = _copy(now[name])
         if now is self.layer.__dict__.get(BUFFERS):
             for name in set(now) - set(self.before):
-                del now[name]  # registered by the first forward, or since
+                del now[name]  # registered in the first forward or later
 
 
 class LayerState:
-    """Buffers and parameter versions of some Layers.
+    """Buffers and parameter versions of Layers.
 
     Attributes:
         known: The Layers, by id.
@@ -215,17 +215,15 @@ class LayerState:
         """
         self._with_statistics = with_statistics
         self.known: dict[int, paddle.nn.Layer] = {}
-        self._bare: list[dict[str, Any]] = []  # the dicts of buffers that are empty
+        self._bare: list[dict[str, Any]] = []  # dicts of buffers that were empty
         self._holders: list[_Holder] = []
         self._stamps: list[_writes.Stamps] = []
         self._add(layers)
 
     def add_called(self, layer: paddle.nn.Layer, *, with_statistics: bool) -> None:
-        """Add `layer`, which the forward calls and the search did not find, with its state of now;
-        `with_statistics` as for the others.
-        """
+        """Record `layer`, which the forward calls and the search did not find, before it runs."""
         self._with_statistics |= with_statistics
-        self._add([one for one in layers_below(layer) if id(one) not in self.known])
+        self._add([below for below in layers_below(layer) if id(below) not in self.known])
 
     def refuse_new_layers(self, call: Any, undo: Undo) -> None:
         """In the second forward of `call`, until `undo`, raise RecomputeError if it calls a Layer
@@ -260,7 +258,7 @@ class LayerState:
             else:
                 self._bare.append(buffers)
         values = _flat(map(dict.values, parameters))
-        trained = [one for one in values if one is not None and id(one) not in statistics]
+        trained = [p for p in values if p is not None and id(p) not in statistics]
         self._stamps.append(_writes.Stamps(trained))
 
     def _add_buffers(self, layer: paddle.nn.Layer, *, is_norm: bool) -> None:
@@ -277,7 +275,7 @@ class LayerState:
             self._holders.append(_Holder(layer, tensors, before, empty))
 
     def after_forward(self) -> None:
-        """Drop the copies that are not needed, and note what the forward itself has written to."""
+        """Drop copies that are not needed, and note parameters that the forward itself wrote to."""
         for stamps in self._stamps:
             stamps.after_forward()
         for holder in self._holders:
@@ -286,7 +284,7 @@ class LayerState:
                     buffer.after_forward(holder.tensors.get(name))
 
     def is_unchanged(self) -> bool:
-        """Whether parameters, and the buffers that were copied, are as before."""
+        """Whether parameters and copied buffers are as recorded."""
         return (
             not any(self._bare)
             and not any(stamps.written() for stamps in self._stamps)
@@ -294,8 +292,8 @@ class LayerState:
         )
 
     def restore(self, undo: Undo, *, may_change_flags: bool) -> None:
-        """Let buffers, and ``stop_gradient`` of parameters, be as before the first forward, and
-        every buffer a copy that the forward may write to, until `undo`.
+        """Restore ``stop_gradient`` of parameters, and replace every buffer by a copy of its
+        recorded value, which the second forward may write to; until `undo`.
 
         Raises:
             RecomputeError: A large buffer, or a parameter that the forward reads, was changed.
@@ -315,7 +313,7 @@ class LayerState:
                 _guard(layer, written, by_forward, undo)
 
     def _empty_all_but(self, filled: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        """Of the dicts of buffers that were empty, only those `filled` have any."""
+        """Empty the dicts of buffers that were empty, except those in `filled`."""
         for buffers in filter(None, self._bare):
             buffers.clear()
         for buffers, content in filled:
@@ -323,8 +321,8 @@ class LayerState:
 
 
 class StateAfter:
-    """What a part of a forward leaves in the Layers that it calls: their buffers, and tensors that
-    it assigns to them.
+    """What a part of a forward writes to the Layers that it calls: buffers, and attributes with
+    tensors.
     """
 
     def __init__(self) -> None:
@@ -332,7 +330,7 @@ class StateAfter:
         self._after: list[tuple[paddle.nn.Layer, dict[str, Any], str, Any, bool]] = []
 
     def begin(self, owner: object) -> None:
-        """The part, a method of `owner` maybe, begins; `end` must follow."""
+        """Before the part, whose function may be a method of `owner`; `end` must follow."""
         if isinstance(owner, paddle.nn.Layer):
             self._note(owner)
         begin_reporting(self._before, self._note)
@@ -346,7 +344,7 @@ class StateAfter:
         self._before[id(layer)] = layer, before
 
     def end(self) -> None:
-        """The part has ended. Large buffers are copied only if they have changed."""
+        """After the part. Large buffers are copied only if they have changed."""
         end_reporting()
         for layer, before in self._before.values():
             for entries, names in (*non_trained_state(layer), (vars(layer), [*vars(layer)])):
@@ -361,13 +359,13 @@ class StateAfter:
         self._before = {}
 
     def write(self, known: dict[int, paddle.nn.Layer]) -> None:
-        """In the second forward, behind the part that it does not run; into the Layers `known`,
-        whose state is put back afterwards.
+        """In the second forward, which skips the part: write the same values into the Layers of
+        `known`, which are restored after it.
         """
         for layer, entries, name, value, is_written in self._after:
             if id(layer) not in known:
                 continue
-            if is_written:  # what was saved of it before has the new values, too
+            if is_written:  # in place: operators may have saved this tensor
                 entries[name].copy_(value, False)
             else:
                 vars(layer).pop(name, None)  # a None there hides a buffer
@@ -384,14 +382,19 @@ _parameters_of, _buffers_of = map(operator.itemgetter, ("_parameters", BUFFERS))
 def _guard(
     layer: paddle.nn.Layer, written: AbstractSet[int], by_forward: AbstractSet[int], undo: Undo
 ) -> None:
-    """Let the parameters of `layer` with an id that was `written` raise when they are read;
-    `by_forward`: the ids of those that the forward itself has written to.
+    """Let parameters of `layer` that were written to raise when the second forward reads them.
 
-    Not earlier: between forward and backward one of two optimizers may step, as in GAN training,
-    and the function may not use the parameters that it changed.
+    They do not raise earlier: between forward and backward one of two optimizers may step, as in
+    GAN training, and the function may not read the parameters that it changed.
+
+    Args:
+        layer: The Layer.
+        written: The ids of all parameters that were written to.
+        by_forward: The ids of those that the first forward itself wrote to.
+        undo: Gets the function that ends it.
     """
     parameters = own_parameters(layer)
-    changed = {name for name, one in dict.items(parameters) if id(one) in written}
+    changed = {name for name, p in dict.items(parameters) if id(p) in written}
     if changed:
         set_own_parameters(layer, _Guarded(parameters, changed, by_forward))
         undo.append(functools.partial(set_own_parameters, layer, parameters))

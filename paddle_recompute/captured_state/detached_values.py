@@ -1,4 +1,4 @@
-"""What a location holds, held without the graphs of its tensors."""
+"""Values of locations, kept without the graphs of their tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from paddle_recompute import _nested
 
 
 class DetachedValue:
-    """A tensor with a graph, held without its graph, or a tuple that contains such tensors.
+    """A tensor with a graph, or a tuple that contains such tensors, kept without the graphs.
 
-    Otherwise a location that is assigned in every step would link each graph to the one before.
+    With its graph, a location that is assigned in every step would link the graphs of all steps.
     """
 
     __slots__ = ("_attributes", "_kind", "_original", "_value")
@@ -36,7 +36,7 @@ class DetachedValue:
         return now is not None and self._original() is now
 
     def get(self) -> Any:
-        """The tensor, or its value if it is not referenced elsewhere; a tuple of these."""
+        """The original tensor, or a detached one if the original was freed; a tuple of these."""
         if isinstance(self._value, list):
             items = [original_of(item) for item in self._value]
             return _nested.tuple_of(self._kind, items, self._attributes)
@@ -45,7 +45,7 @@ class DetachedValue:
 
 
 def detach_value(value: Any) -> Any:
-    """What to keep instead of `value`: without graph, if it is a tensor, or a tuple of some."""
+    """`value` without graphs, if it is a tensor or a tuple that contains tensors."""
     kind = type(value)
     if issubclass(kind, paddle.Tensor):
         return value if value.is_leaf else DetachedValue(value)
@@ -60,7 +60,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def original_of(held: Any) -> Any:
-    """The value given to `detach_value`, or one with the same memory if it was freed."""
+    """The value that was given to `detach_value`, or a detached one if it was freed."""
     return held.get() if isinstance(held, DetachedValue) else held
 
 

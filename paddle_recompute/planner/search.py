@@ -78,7 +78,10 @@ def _solution(costs: StepCosts, whole: Collection[tuple[str, int]], exact: bool 
 def smallest(costs: StepCosts) -> Solution:
     """What has the smallest peak."""
     kept = {call.unit for call in costs.calls if call.kept > 0}
-    return min((_solution(costs, one) for one in (kept, costs.units)), key=lambda one: one.peak)
+    return min(
+        (_solution(costs, units) for units in (kept, costs.units)),
+        key=lambda solution: solution.peak,
+    )
 
 
 def solve(costs: StepCosts, budget: int) -> Solution | None:
@@ -137,7 +140,7 @@ class _Chain:
         back = [calls[e.call].unit for e in costs.events if e.kind == "again"]
         ahead = [unit for unit in costs.units if unit not in back]  # their activations are not read
         self._order = [*ahead, *reversed(list(dict.fromkeys(back)))]
-        places = {unit: place for place, unit in enumerate(self._order)}
+        places = {unit: index for index, unit in enumerate(self._order)}
         self.is_exact = True
         self.seconds = dict.fromkeys(self._order, 0.0)
         self._kept = dict.fromkeys(self._order, 0)
@@ -150,7 +153,7 @@ class _Chain:
         alive: set[int] = set()
         level, with_backward = 0, costs.with_backward
         for event in costs.events:
-            number = max((1 + places[calls[one].unit] for one in alive), default=0)
+            number = max((1 + places[calls[alive_call].unit] for alive_call in alive), default=0)
             self.is_exact &= number == len(alive)
             own = event.call >= 0 and event.kind in ("forward", "again")
             if own:
@@ -173,12 +176,12 @@ class _Chain:
     def fastest(self, room: int) -> set[tuple[str, int]] | None:
         """The units to recompute within `room` bytes; None if that is too little."""
         labels: list[tuple[int, float, int]] = [(0, 0.0, 0)]  # bytes, seconds, whole ones as bits
-        for place, unit in enumerate(self._order):
-            limit = room - self._always[place]
-            whole, plain = room - self._whole[place], room - self._plain[place]
+        for index, unit in enumerate(self._order):
+            limit = room - self._always[index]
+            whole, plain = room - self._whole[index], room - self._plain[index]
             kept, seconds = self._kept[unit], self.seconds[unit]
             found = [
-                (size, time + seconds, bits | 1 << place)
+                (size, time + seconds, bits | 1 << index)
                 for size, time, bits in labels
                 if size <= min(limit, whole)
             ]
@@ -188,11 +191,11 @@ class _Chain:
                 if size <= min(limit, plain)
             ]
             labels = _pareto_minimal(found)
-        last = [one for one in labels if one[0] <= room - self._always[-1]]
+        last = [label for label in labels if label[0] <= room - self._always[-1]]
         if not last:
             return None
-        bits = min(last, key=lambda one: one[1])[2]
-        return {unit for place, unit in enumerate(self._order) if bits >> place & 1}
+        bits = min(last, key=lambda label: label[1])[2]
+        return {unit for index, unit in enumerate(self._order) if bits >> index & 1}
 
 
 def _pareto_minimal(labels: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:
