@@ -104,12 +104,20 @@ class GroupedAttention(Layer):
         # [batch, groups, heads of a group, length, dim]
         query = query.reshape([0, 0, self._groups, -1, self._dim]).transpose([0, 2, 3, 1, 4])
         key, value = (states.transpose([0, 2, 1, 3]).unsqueeze(2) for states in (key, value))
+        found = self.attend(query, key, value, added).transpose([0, 3, 1, 2, 4])
+        return self.o_proj(found.reshape([0, 0, self._heads * self._dim]))
+
+    def attend(
+        self, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor, added: paddle.Tensor
+    ) -> paddle.Tensor:
+        """The attention core, which ``recompute.keep`` may name; all ``[batch, groups, heads of a
+        group or 1, length, dim]``, and `added` to the scores.
+        """
         scores = paddle.matmul(query, key, transpose_y=True) * self._dim**-0.5 + added
         weights = softmax(scores, axis=-1)
         if self._dropout:
             weights = paddle.nn.functional.dropout(weights, self._dropout, training=self.training)
-        found = paddle.matmul(weights, value).transpose([0, 3, 1, 2, 4])
-        return self.o_proj(found.reshape([0, 0, self._heads * self._dim]))
+        return paddle.matmul(weights, value)
 
 
 class SwiGLU(Layer):
