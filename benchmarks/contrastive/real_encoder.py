@@ -81,10 +81,11 @@ def ours(model: Path, folder: Path) -> dict[str, Any]:
 
 
 def vectors(model: Path, sides: list[list[str]]) -> list[Any]:
-    """Of queries and documents, with us."""
+    """Of queries and documents, with us; both cut where the folder of `convert` cuts them."""
     encoder = load_encoder(model)
+    longest = encoder.longest("document")
     return [
-        encode_texts(encoder, sides[0], side="query"),
+        encode_texts(encoder, sides[0], side="query", max_tokens=longest),
         encode_texts(encoder, sides[1], side="document"),
     ]
 

@@ -22,7 +22,9 @@ IS_ON = os.environ.get("PADDLE_RECOMPUTE_DEBUG", "0") not in ("", "0")
 """Whether every recomputed call is debugged."""
 
 _ROOT = os.path.dirname(_nested.__file__)
-_OWN = tuple(os.path.join(_ROOT, one) for one in ("recompute", "replay", "_paddle", "_nested.py"))
+_OWN = tuple(
+    os.path.join(_ROOT, part) for part in ("recompute", "captured_state", "_paddle", "_nested.py")
+)
 _PADDLE = os.path.dirname(paddle.__file__)
 
 _PARTS = {"_first": "keep", "_again": "keep", "record": "recompute"}
@@ -46,7 +48,7 @@ class _Place(NamedTuple):
         if layer is not None:
             name = name_of(layer)
             if isinstance(root, paddle.nn.Layer):
-                within = {id(one): path for path, one in root.named_sublayers()}
+                within = {id(sublayer): path for path, sublayer in root.named_sublayers()}
                 if id(layer) in within:
                     name = f"{name.split()[0]} '{within[id(layer)]}' of {name_of(root)}"
             place += f" in {name}"
@@ -135,7 +137,9 @@ class DebuggedFrame(Frame):
         root = getattr(call.function, "__self__", call.function)
         for number, (then, now) in enumerate(zip_longest(self._then, self._now)):
             if then != now:
-                was, became = (one.words(root) if one else "nothing" for one in (then, now))
+                was, became = (
+                    operation.words(root) if operation else "nothing" for operation in (then, now)
+                )
                 return (
                     f"\nThe first difference is saved tensor {number}:\n"
                     f"  first forward:  {was}\n  second forward: {became}"

@@ -30,11 +30,11 @@ def named_parts(model: paddle.nn.Layer) -> tuple[dict[str, Any], dict[str, str]]
         ]
         if first != name:
             aliases[name] = first
-            aliases.update({join(name, one): join(first, one) for one in functions})
+            aliases.update({join(name, key): join(first, key) for key in functions})
             continue
         if name:
             parts[name] = layer
-        parts.update({join(name, one): getattr(layer, one) for one in functions})
+        parts.update({join(name, key): getattr(layer, key) for key in functions})
     return parts, aliases
 
 

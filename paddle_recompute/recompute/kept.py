@@ -91,7 +91,7 @@ def keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
     recorders = enclosing()
     if is_inside_recomputation():
-        repetition = next(one for one in recorders if isinstance(one, Recomputation))
+        repetition = next(recorder for recorder in recorders if isinstance(recorder, Recomputation))
         if not repetition.has_ended:
             return _again(repetition, recorders[0], function, args, kwargs)
     frames = [*itertools.takewhile(lambda one: isinstance(one, Frame), recorders)]

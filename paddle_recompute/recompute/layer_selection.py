@@ -80,7 +80,7 @@ class RecomputeReport:
 
     def __str__(self) -> str:
         lines = [f"recompute: {len(self.wrapped)} parts in {len(self.segments)} segments"]
-        lines += [f"  checkpoints: auto chose {one}" for one in self.chosen]
+        lines += [f"  checkpoints: auto chose {names}" for names in self.chosen]
         for segment in self.segments:
             note = (
                 "" if segment[0] not in self.discard_outputs else " (in a Program, its output too)"
@@ -142,8 +142,8 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     found: tuple[str, ...] = ()
     if config.checkpoints == [AUTO]:
         blocks = find_blocks(model)
-        found = tuple(str(one) for one in blocks)
-        matches = [name for one in blocks for name in one.names]
+        found = tuple(str(block) for block in blocks)
+        matches = [name for block in blocks for name in block.names]
         _logger.info("checkpoints: auto chose %s", ", ".join(found))
     else:
         matches = _matches(parts, aliases, config.checkpoints)
@@ -245,7 +245,7 @@ def layers_matching(model: paddle.nn.Layer, patterns: list[str]) -> list[str]:
         SelectionError: A pattern matches nothing, or ``auto`` finds no repeated blocks.
     """
     if patterns == [AUTO]:
-        return [name for one in find_blocks(model) for name in one.names]
+        return [name for block in find_blocks(model) for name in block.names]
     parts, aliases = named_parts(model)
     matches = _matches(parts, aliases, patterns)
     inside = _inside_another(matches)

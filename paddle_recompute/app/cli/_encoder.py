@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from tqdm import tqdm
@@ -26,6 +26,9 @@ from paddle_recompute.app.cli._process import (
 )
 from paddle_recompute.app.templates import render
 from paddle_recompute.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from paddle_recompute.app.retrieval import TrainedEncoder
 
 _QUERIES_AT_ONCE = 256
 _WEIGHTS = (".pdparams", ".safetensors", ".bin")
@@ -309,6 +312,19 @@ def _writer(held: ExitStack, output: Path, inputs: list[Path]) -> Callable[[str]
     return lambda line: target.write(f"{line}\n")
 
 
+def _parts(encoder: TrainedEncoder, output: str) -> dict[Path, TrainedEncoder]:
+    """What is written where: of separate towers, in the folders ``query`` and ``document``."""
+    parts, path = encoder.parts(), Path(output)
+    if len(parts) == 1:
+        return {path: encoder}
+    folder, name = (path.parent, path.name) if path.suffix in _WEIGHTS else (path, "")
+    for one in parts:
+        (folder / one).parent.mkdir(parents=True, exist_ok=True)
+        if name:
+            (folder / one).mkdir(exist_ok=True)
+    return {folder / one / name: part for one, part in parts.items()}
+
+
 @command(
     _of_run,
     click.option(
@@ -318,7 +334,7 @@ def _writer(held: ExitStack, output: Path, inputs: list[Path]) -> Callable[[str]
         default="pdparams",
         show_default=True,
         help="pdparams: weights for paddle.load. inference: a program for paddle.inference, with "
-        "its tokenizer. onnx: the same for ONNX; needs paddle2onnx.",
+        "its tokenizer. onnx: for onnxruntime and sentence-transformers; needs paddle2onnx.",
     ),
     click.option(
         "--output",
@@ -339,7 +355,8 @@ def export(
     Or: paddle-recompute export --model outputs/run --format inference --output served
 
     The model is the newest checkpoint of FOLDER. Weights get their tokenizer and a config.json
-    beside them, so that model.init_from and --model read them again.
+    beside them, so that model.init_from and --model read them again. Of separate towers
+    (model.towers) there are two, in the folders query and document.
     """
     is_program = file_format in ("inference", "onnx")
     if not is_program and not output.endswith(f".{file_format}"):
@@ -357,12 +374,15 @@ def export(
     )
 
     encoder = load_encoder(folder, truncate_dim=truncate_dim)
+    for place, part in _parts(encoder, output).items():
+        if is_program:
+            (write_onnx if file_format == "onnx" else write_inference)(part, place)
+        else:
+            write_weights(part, place)
     if is_program:
-        (write_onnx if file_format == "onnx" else write_inference)(encoder, output)
         words = f"a program of {encoder.folder}, with its tokenizer: {output}"
         tell_written(output, words, as_json, checkpoint=str(encoder.folder))
         return
-    write_weights(encoder, output)
     count = len(encoder.model.state_dict())
     words = f"{count} tensors of {encoder.folder}, with tokenizer and config.json: {output}"
     tell_written(output, words, as_json, checkpoint=str(encoder.folder), tensors=count)
@@ -414,8 +434,12 @@ def convert(
         if leave_out:
             raise ConfigError("--leave-out: is for files; a folder holds the whole encoder")
         encoder = load_encoder(source)
-        write_hugging_face(encoder, target)
+        for place, part in _parts(encoder, target).items():
+            write_hugging_face(part, place)
         words = f"model and tokenizer of {encoder.folder}: {target}"
+        query, document = encoder.longest("query"), encoder.longest("document")
+        if query != document and len(encoder.parts()) == 1:  # sentence-transformers has one limit
+            words += f"\n  it cuts queries after {document} tokens, and training after {query}"
         tell_written(target, words, as_json, checkpoint=str(encoder.folder))
         return
     beside, found = tokenizer_beside(Path(source)), model_folder(Path(source))

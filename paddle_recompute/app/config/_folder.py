@@ -127,20 +127,20 @@ class ModelFolder:
     limits: tuple[int, int] | None = None
     vocabulary: str = ""
 
-    def completed(self, given: dict[str, Any]) -> dict[str, Any]:
-        """`given`, the section ``model``, with what the folder says.
+    def completed(self, given: dict[str, Any], name: str = "model.init_from") -> dict[str, Any]:
+        """`given`, the section ``model``, with what the folder of its setting `name` says.
 
         Raises:
             ConfigError: They contradict each other.
         """
         faults = [
-            f"model.{name} is {given[name]!r}, and {self.said_in} says {there!r}"
-            for name, there in self.settings.items()
-            if name not in _OF_TRAINING and given.get(name, there) != there
+            f"model.{one} is {given[one]!r}, and {self.said_in} says {there!r}"
+            for one, there in self.settings.items()
+            if one not in _OF_TRAINING and given.get(one, there) != there
         ]
         if faults:
             raise ConfigError(
-                f"model.init_from: {'; '.join(faults)}. The weights belong to that; "
+                f"{name}: {'; '.join(faults)}. The weights belong to that; "
                 "remove the setting from the configuration"
             )
         return {**self.assumed, **self.settings, **given}
@@ -174,12 +174,8 @@ def model_folder(path: Path) -> ModelFolder | None:
         told = _tree(folder / "state.json").get("config")
         if not isinstance(told, dict) or not isinstance(told.get("model"), dict):
             raise ConfigError(f"{folder / 'state.json'}: is damaged (it has no configuration)")
-        unused = ("init_from", "preset")
-        settings = {
-            n: value for n, value in told["model"].items() if value is not None and n not in unused
-        }
         weights = folder / "model.safetensors"
-        return ModelFolder(weights, folder / "state.json", settings)
+        return ModelFolder(weights, folder / "state.json", _of_weights(told["model"]))
     modules = _modules(folder)
     inner = folder / modules[0][0] if modules else folder
     for file in (inner / "config.json", inner / "model_config.json"):
@@ -195,7 +191,7 @@ def model_folder(path: Path) -> ModelFolder | None:
         try:
             query, document = own["limits"]
             return ModelFolder(
-                *(weights, file, dict(own["model"])),
+                *(weights, file, _of_weights(own["model"])),
                 limits=(int(query), int(document)),
                 vocabulary=str(own["vocabulary"]),
             )
@@ -205,6 +201,17 @@ def model_folder(path: Path) -> ModelFolder | None:
     _settings(tree, file, described)
     _add_modules(described, folder, modules)
     return described
+
+
+def _of_weights(section: dict[str, Any]) -> dict[str, Any]:
+    """What of a section ``model`` is true of the weights that it has made."""
+    unused = {"init_from", "preset", "positive_from", "frozen", "resize_embeddings"}
+    if section.get("resize_embeddings"):
+        unused.add("vocab_size")  # it is that of the tokenizer now
+    if section.get("towers") == "shared":
+        unused.add("towers")  # two may start from it
+    given = {name: value for name, value in section.items() if value is not None}
+    return {name: value for name, value in given.items() if name not in unused}
 
 
 def newest_checkpoint(path: Path) -> Path | None:

@@ -10,6 +10,8 @@ from pydantic import Field
 from paddle_recompute.app.config._folder import ARCHITECTURES, Architecture, model_folder
 from paddle_recompute.app.config._section import Broken, Section, Values, default_of
 from paddle_recompute.app.config._types import Count, Probability, UserPath, Width
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.options import needs
 
 DIMENSIONS = (
     "hidden_size",
@@ -40,6 +42,9 @@ _FOR_OWN_MODELS = (
     "max_position_embeddings",
     "query_prompt",
     "document_prompt",
+    "towers",
+    "positive_from",
+    "frozen",
 )
 
 
@@ -119,11 +124,23 @@ class ModelConfig(Section):
         init_from: Folder of a model: a run, a checkpoint, or of Hugging Face,
             sentence-transformers or PaddleNLP; what it says need not be given here. Or a file of
             weights, .pdparams or .safetensors; None: random weights.
+        resize_embeddings: True: the word embedding of `init_from` gets a row for each entry that
+            the tokenizer has more, drawn like other initial weights.
+        towers: Shared: one encoder for all texts; separate: one for queries and one for positives
+            and negatives, of the same architecture, both from `init_from`.
+        positive_from: Folder of the weights of the positives' encoder, in place of `init_from`.
+        frozen: The encoder that is not trained and has no dropout; None: both are trained.
         query_prompt: Put before each query, such as 'query: '.
         document_prompt: Put before each positive and negative.
     """
 
-    rules = (_heads_divide, _settings_are_of_the_architecture, _settings_are_of_the_model)
+    rules = (
+        _heads_divide,
+        _settings_are_of_the_architecture,
+        _settings_are_of_the_model,
+        *needs("towers=separate", "positive_from", "frozen"),
+        *needs("init_from", "positive_from"),
+    )
     completed_by = "preset"
 
     name: str = Field(
@@ -151,6 +168,10 @@ class ModelConfig(Section):
     layer_norm_epsilon: float = Field(1e-12, gt=0, le=1e-3)
     initializer_range: float = Field(0.02, gt=0)
     init_from: UserPath | None = None
+    resize_embeddings: bool = False
+    towers: Literal["shared", "separate"] = "shared"
+    positive_from: UserPath | None = None
+    frozen: Literal["query", "positive"] | None = None
     query_prompt: str = Field("", max_length=10_000)
     document_prompt: str = Field("", max_length=10_000)
 
@@ -174,6 +195,38 @@ class ModelConfig(Section):
         """The longest text that it reads."""
         return self.max_position_embeddings - self.architecture.first_position
 
+    def rows(self, vocab_size: int) -> int:
+        """Rows of the word embedding, before they are resized.
+
+        Args:
+            vocab_size: Entries of the tokenizer.
+
+        Raises:
+            ConfigError: They are too few, or enough with `resize_embeddings`.
+        """
+        rows = self.vocab_size or vocab_size
+        if rows < vocab_size and not self.resize_embeddings:
+            advice = "remove model.vocab_size to use that size"
+            if self.init_from is not None:
+                advice = "model.resize_embeddings: true adds rows with random values"
+            raise ConfigError(
+                f"model.vocab_size: received {rows}; must be at least {vocab_size}, the size of "
+                f"the tokenizer's vocabulary; {advice}"
+            )
+        if rows >= vocab_size and self.resize_embeddings:
+            raise ConfigError(
+                f"model.resize_embeddings: {rows} rows are enough for the {vocab_size} entries of "
+                "the tokenizer; remove the setting"
+            )
+        return rows
+
+    def without_weights(self) -> ModelConfig:
+        """The same model from random weights, with all rows of its word embedding."""
+        update: dict[str, Any] = {"init_from": None, "positive_from": None}
+        if self.resize_embeddings:
+            update |= {"resize_embeddings": False, "vocab_size": None}
+        return self.model_copy(update=update)
+
     @staticmethod
     def complete(given: dict[str, Any]) -> dict[str, Any]:
         """Fill in what the preset and the folder of the weights say.
@@ -183,8 +236,11 @@ class ModelConfig(Section):
         """
         if ":" in str(given.get("name", "")):
             return {**_OWN_MODEL, **given}
-        preset, place = given.get("preset"), given.get("init_from")
+        preset = given.get("preset")
         if isinstance(preset, str):
             given = {**PRESETS.get(preset, {}), **given}
-        found = model_folder(Path(place).expanduser()) if isinstance(place, str | Path) else None
-        return found.completed(given) if found is not None else given
+        for name in ("init_from", "positive_from"):
+            place = given.get(name)
+            if isinstance(place, str | Path) and (found := model_folder(Path(place).expanduser())):
+                given = found.completed(given, f"model.{name}")
+        return given

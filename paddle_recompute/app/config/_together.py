@@ -55,6 +55,11 @@ WHAT_GOES_TOGETHER = (
             "strategy.amp_configs.use_optimizer_fp16",
             "it is a setting of the static graph",
         ),
+        (
+            "model.towers=separate",
+            f"mode=static train.compile {_PLACE} recompute.policy=budget",
+            "they know one encoder; set the other values, or model.towers: shared",
+        ),
         (f"{_PLACE} & {_AMP}", _O2, "it casts parameters that are not on the device; use level O1"),
         (_PLACE, "sync.mode=fleet sync.compression", ""),
         (_PLACE, "strategy.sharding", "the optimizer state leaves the device, or is spread, too"),

@@ -101,6 +101,15 @@ def check_vocabulary(config: Config) -> None:
     if file is None or not file.exists():  # a resumed run needs none
         return
     tokenizer = load_tokenizer(file, pad_id=pad_id)
+    config.model.rows(tokenizer.vocab_size)
+    if (other := config.model.positive_from) is not None:
+        of_other = tokenizer_beside(other)
+        theirs = load_tokenizer(of_other, pad_id=pad_id) if of_other is not None else tokenizer
+        if theirs.vocabulary() != tokenizer.vocabulary():
+            raise ConfigError(
+                f"model.positive_from: {of_other} has other entries than {file}; both encoders "
+                "of a run read the same vocabulary"
+            )
     beside = tokenizer_beside(source) if source is not None else None
     digest = found.vocabulary if source and (found := model_folder(source)) else ""
     if not digest and beside is not None and beside != file:

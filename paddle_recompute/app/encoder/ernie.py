@@ -14,6 +14,7 @@ References:
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,8 @@ from paddle.nn import Dropout, Embedding, LayerNorm, Linear
 from paddle_recompute.app.config import ModelConfig, model_folder
 from paddle_recompute.app.encoder.decoder import HIDDEN_SCORE, Decoder
 from paddle_recompute.app.encoder.own import build_own
-from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.app.encoder.towers import TwoTowers, encoders_of
+from paddle_recompute.errors import DataError
 from paddle_recompute.weights import init_weights, read_arrays
 
 
@@ -36,22 +38,34 @@ def build_model(config: ModelConfig, vocab_size: int) -> paddle.nn.Layer:
     Args:
         config: The section ``model`` of the configuration.
         vocab_size: Size of the tokenizer's vocabulary. ``config.vocab_size``, if given, is the
-            number of rows of the word embedding; it must be at least `vocab_size`.
+            number of rows of the word embedding; it must be at least `vocab_size`, or
+            ``config.resize_embeddings`` adds them.
+
+    Returns:
+        The encoder; with ``towers: separate`` `TwoTowers`.
 
     Raises:
         ConfigError: ``config.vocab_size`` is smaller than `vocab_size`; or the user's Layer cannot
             be imported or built.
         CheckpointError: ``config.init_from`` cannot be read, or does not fit the model.
     """
-    rows = config.vocab_size or vocab_size
+    rows = config.rows(vocab_size)
+    encoders = [
+        build_own(config, rows) if config.is_own else ErnieEncoder(config, rows)
+        for _ in range(2 if config.towers == "separate" else 1)
+    ]
+    model = TwoTowers(*encoders, frozen=config.frozen) if len(encoders) == 2 else encoders[0]
+    sources = (config.init_from, config.positive_from or config.init_from)
+    found = model_folder(config.init_from) if config.init_from is not None else None
+    if found is not None and found.settings.get("towers") == "separate":
+        init_weights(model, found.weights)
+        encoders, sources = encoders[1:], (config.positive_from, None)
+    for encoder, source in zip(encoders, sources, strict=False):
+        if source is not None:
+            load_initial(encoder, source)
     if rows < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: received {rows}; must be at least {vocab_size}, the size of the "
-            "tokenizer's vocabulary; remove model.vocab_size to use that size"
-        )
-    model = build_own(config, rows) if config.is_own else ErnieEncoder(config, rows)
-    if config.init_from is not None:
-        load_initial(model, config.init_from)
+        for encoder in encoders_of(model):
+            encoder.embeddings.resize(vocab_size)
     return model
 
 
@@ -126,6 +140,15 @@ class ErnieEncoder(paddle.nn.Layer):
         Raises:
             DataError: `input_ids` is not a matrix, is empty, or is longer than the model accepts.
         """
+        return self.pooled(*self.tokens(input_ids, token_type_ids, attention_mask))
+
+    def tokens(
+        self,
+        input_ids: paddle.Tensor,
+        token_type_ids: paddle.Tensor | None = None,
+        attention_mask: paddle.Tensor | None = None,
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """A vector of each token, ``[batch, length, hidden_size]``, and the mask of `pooled`."""
         self._check(input_ids)
         if attention_mask is None:
             attention_mask = input_ids != self.pad_token_id
@@ -144,7 +167,11 @@ class ErnieEncoder(paddle.nn.Layer):
             if self.relative is not None:
                 added = added + self.relative(input_ids).astype(added.dtype)
             hidden = self.encoder(hidden, added)  # [batch, 1 or heads, 1 or length, length]
-        vector = self.pooler(hidden, keep.astype(hidden.dtype))
+        return hidden, keep.astype(hidden.dtype)
+
+    def pooled(self, hidden: paddle.Tensor, keep: paddle.Tensor) -> paddle.Tensor:
+        """The vector of each text, from `tokens`."""
+        vector = self.pooler(hidden, keep)
         if self.projection is not None:
             vector = self.projection(vector)
             vector = paddle.tanh(vector) if self._is_tanh else vector
@@ -172,9 +199,10 @@ class Embeddings(paddle.nn.Layer):
         super().__init__()
         weight, hidden = _initial_weight(config), config.hidden_size
         # padding_idx: the row of the padding is 0 and gets no gradient.
-        self.word = Embedding(
-            vocab_size, hidden, padding_idx=config.pad_token_id, weight_attr=weight
+        self._words = partial(
+            Embedding, padding_idx=config.pad_token_id, weight_attr=_initial_weight(config)
         )
+        self.word = self._words(vocab_size, hidden)
         self._first = config.architecture.first_position
         self.position = self.token_type = self.layer_norm = None
         if config.architecture.is_decoder:
@@ -184,6 +212,12 @@ class Embeddings(paddle.nn.Layer):
             self.token_type = Embedding(config.type_vocab_size, hidden, weight_attr=weight)
         self.layer_norm = LayerNorm(hidden, epsilon=config.layer_norm_epsilon)
         self.dropout = Dropout(config.hidden_dropout)
+
+    def resize(self, rows: int) -> None:
+        """Add random rows to the word embedding, up to so many."""
+        old = self.word.weight
+        self.word = self._words(rows, old.shape[1])
+        self.word.weight.set_value(paddle.concat([old, self.word.weight[len(old) :]]))
 
     def forward(
         self,

@@ -26,7 +26,7 @@ from paddle_recompute.app.config import (
     tokenizer_beside,
 )
 from paddle_recompute.app.data import JudgedQueries, PairTokenizer, load_tokenizer
-from paddle_recompute.app.encoder import build_model
+from paddle_recompute.app.encoder import build_model, encoder_of, encoders_of
 from paddle_recompute.app.retrieval.evaluation import (
     Judgements,
     encode_batches,
@@ -73,7 +73,17 @@ class TrainedEncoder:
     def reads_at_most(self) -> int:
         """The longest text that the model accepts, in tokens."""
         in_training = max(self.max_query_tokens, self.max_positive_tokens)
-        return int(getattr(self.model, "max_tokens", in_training))
+        return int(getattr(encoders_of(self.model)[0], "max_tokens", in_training))
+
+    def parts(self) -> dict[str, TrainedEncoder]:
+        """Itself; of separate towers the two, each for texts of its side, by folder."""
+        encoders, config = encoders_of(self.model), self.config
+        if len(encoders) == 1:
+            return {"": self}
+        alone = replace(self, config=config.model_copy(update={"towers": "shared", "frozen": None}))
+        of_query = replace(alone, max_positive_tokens=self.max_query_tokens)
+        made = zip(("query", "document"), (of_query, alone), encoders, strict=True)
+        return {name: replace(one, model=model) for name, one, model in made}
 
     def longest(self, side: Side, max_tokens: int | None = None) -> int:
         """Where texts of a side are cut, in tokens; `max_tokens` replaces the limit of training.
@@ -152,7 +162,9 @@ def _loaded(folder: Path) -> TrainedEncoder:
     try:
         config = checkpoint.state["config"]
         # The file of the initial weights is not needed, and may not exist any more.
-        dimensions = ModelConfig.model_validate({**config["model"], "init_from": None})
+        of_weights = {"init_from": None, "positive_from": None}
+        dimensions = ModelConfig.model_validate({**config["model"], **of_weights})
+        dimensions = dimensions.without_weights()
         query, positive = (
             int(config["data"][f"max_{side}_tokens"]) for side in ("query", "positive")
         )
@@ -211,7 +223,7 @@ def _pretrained(folder: Path) -> TrainedEncoder:
         fingerprint=_checksum(config.prompts, *files),
         max_query_tokens=query,
         max_positive_tokens=document,
-        config=config.model_copy(update={"init_from": None}),
+        config=config.without_weights(),
     )
 
 
@@ -266,7 +278,7 @@ def encode_texts(
     longest = encoder.longest(side, max_tokens)
     tokenizer = _Counting(encoder.tokenizer)
     vectors = encode_batches(
-        encoder.model,
+        encoder_of(encoder.model, side),
         tokenizer,
         texts,
         max_tokens=longest,

@@ -12,6 +12,7 @@ from paddle_recompute.app.trainer.peak_memory import (
     Peaks,
     estimated_peaks,
     largest_of_ranks,
+    longest_text,
     measure_peak,
 )
 from paddle_recompute.app.trainer.setup import with_recompute
@@ -78,7 +79,7 @@ class MemoryProbe:
             peak = None if chunks is None else self._peak(chunks)
             if chunks is not None and peak is not None and peak <= budget:
                 return chunks, peak
-        one_text = self._peak(Chunks(tokens=_longest(self._config)))
+        one_text = self._peak(Chunks(tokens=longest_text(self._config)))
         takes = "more than there is" if one_text is None else format_bytes(one_text)
         tile = "" if self._config.contrastive.tile else ", or set contrastive.tile"
         raise ConfigError(
@@ -155,7 +156,7 @@ def largest_chunks(
     Returns:
         No chunks if the whole batch fits at once; None: not even chunks of one text do.
     """
-    longest, pairs = _longest(config), config.local_batch
+    longest, pairs = longest_text(config), config.local_batch
     known: list[tuple[int, int]] = []
 
     def fits(texts: int) -> bool:
@@ -177,10 +178,6 @@ def largest_chunks(
         if at_once is not None and at_once <= budget:
             return Chunks()
     return Chunks(tokens=texts * longest)
-
-
-def _longest(config: Config) -> int:
-    return max(config.data.max_query_tokens, config.data.max_positive_tokens)
 
 
 def _does_not_fit(config: Config, chunks: Chunks) -> str:

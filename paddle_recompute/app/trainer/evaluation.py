@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import PreparedData
+from paddle_recompute.app.encoder import encoder_of
 from paddle_recompute.app.retrieval import encode_batches, retrieval_metrics
 from paddle_recompute.app.trainer.events import Events
 from paddle_recompute.app.trainer.loop import Callback, Run
@@ -57,18 +57,23 @@ class Evaluation(Callback):
         """
         limits, (of_query, of_document) = self._config.data, self._config.model.prompts
         equal_buffers(self._model)
-        encode = partial(
-            encode_batches,
-            self._model,
-            self._data.tokenizer,
-            batch_size=self._config.train.eval_batch,
-            over_ranks=True,
+        asked = [pair.query for pair in self._data.valid]
+        sides = (
+            ("query", asked, limits.max_query_tokens, of_query),
+            ("positive", self._data.pool, limits.max_positive_tokens, of_document),
         )
         with self._autocast():
-            asked = [pair.query for pair in self._data.valid]
-            query = encode(asked, max_tokens=limits.max_query_tokens, prompt=of_query)
-            pool = encode(
-                self._data.pool, max_tokens=limits.max_positive_tokens, prompt=of_document
+            query, pool = (
+                encode_batches(
+                    encoder_of(self._model, side),
+                    self._data.tokenizer,
+                    texts,
+                    max_tokens=longest,
+                    prompt=prompt,
+                    batch_size=self._config.train.eval_batch,
+                    over_ranks=True,
+                )
+                for side, texts, longest, prompt in sides
             )
         self._events.note("examples", when=when, queries=examples(query, pool, self._data))
         target = np.array(self._data.target, dtype=np.int64)

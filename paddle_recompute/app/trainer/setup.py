@@ -14,7 +14,7 @@ import paddle.distributed as dist
 from paddle_recompute._run_folder import check_may_start, hold
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import DataDigest
-from paddle_recompute.app.encoder import build_model
+from paddle_recompute.app.encoder import build_model, encoders_of
 from paddle_recompute.app.trainer.same_settings import check_same_settings
 from paddle_recompute.distributed import join_process_group, values_of_ranks
 from paddle_recompute.errors import ConfigError, DataError
@@ -107,8 +107,10 @@ def wrap(model: paddle.nn.Layer, config: Config, plan: RecomputePlan | None = No
     if config.recompute.offload_parameters != "none":
         return str(offload_layers(model, config.recompute))
     if config.recompute.enable:
-        return str(apply_recompute(model, config.recompute))
-    check_patterns(model, config.recompute)
+        done = [str(apply_recompute(one, config.recompute)) for one in encoders_of(model)]
+        return "; ".join(dict.fromkeys(done))
+    for one in encoders_of(model):
+        check_patterns(one, config.recompute)
     return ""
 
 

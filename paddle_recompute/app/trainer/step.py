@@ -12,7 +12,7 @@ from pydantic import PositiveInt
 
 from paddle_recompute._paddle.amp import operator_names
 from paddle_recompute.app.config import Config, sync_arguments
-from paddle_recompute.app.encoder import build_model
+from paddle_recompute.app.encoder import build_model, encoder_of, encoders_of
 from paddle_recompute.app.trainer.setup import with_recompute
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache
 from paddle_recompute.errors import ConfigError
@@ -97,7 +97,10 @@ class Objective:
     def loss_of(self, model: paddle.nn.Layer, batch: Batch) -> paddle.Tensor:
         """The loss of all pairs of `batch`, encoded at once: a scalar, float32."""
         inputs, ids = inputs_of_cache(batch)
-        query, positive, *negatives = [model(tensor) for tensor in inputs]
+        sides = ("query", "positive", "negatives")
+        query, positive, *negatives = [
+            encoder_of(model, side)(tensor) for side, tensor in zip(sides, inputs, strict=False)
+        ]
         if negatives:
             shape = [*batch["negatives"].shape[:2], query.shape[-1]]
             negatives = [negatives[0].reshape(shape)]
@@ -124,7 +127,9 @@ class Objective:
     def cache(self, model: paddle.nn.Layer) -> GradCache:
         """What computes the gradient of a batch in `chunks`; without them, of all pairs at once."""
         size, tokens = self.chunks.size, self.chunks.tokens
-        return GradCache(model, self.loss, chunk_size=size, chunk_tokens=tokens)
+        one, *more = encoders_of(model)
+        encoders = (one, *more) if more else one
+        return GradCache(encoders, self.loss, chunk_size=size, chunk_tokens=tokens)
 
     def train_step(
         self, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer, **options: Any
@@ -260,7 +265,7 @@ class ProgramModel:
         self._config = config
         self._chunks = objective.chunks
         self._in_dygraph = objective
-        self._section = config.model.model_copy(update={"init_from": None})
+        self._section = config.model.without_weights()
         self._vocab_size = vocab_size
         self._objective: Objective | None = None
 

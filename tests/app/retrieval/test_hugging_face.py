@@ -5,6 +5,7 @@ The last part needs PyTorch, in an environment without Paddle (``make test-torch
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -58,7 +59,8 @@ def raw(model: paddle.nn.Layer, ids: Any) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("kind", ["cls", "relu"])
 def test_the_folder_is_read_back(kind: str, tmp_path: Path) -> None:
-    folder, _ = converted(tmp_path, **KINDS[kind])
+    folder, done = converted(tmp_path, data__max_query_tokens=8, **KINDS[kind])
+    assert "it cuts queries after 12 tokens, and training after 8" in done.output
     trained = load_encoder(tmp_path / "run")
     config = tiny(tmp_path, model__init_from=str(folder), **KINDS[kind])
     assert config.tokenizer_file == folder / "tokenizer.json"
@@ -114,6 +116,9 @@ TORCH_PYTHON = os.environ.get("TORCH_PYTHON", "")
 needs_torch = pytest.mark.skipif(
     not TORCH_PYTHON, reason="needs transformers, in a Python of TORCH_PYTHON (make test-torch)"
 )
+needs_converter = pytest.mark.skipif(
+    importlib.util.find_spec("paddle2onnx") is None, reason="needs paddle2onnx"
+)
 
 
 def with_transformers(
@@ -151,6 +156,33 @@ def test_transformers_has_our_vectors(kind: str, tmp_path: Path) -> None:
     of_bert = abs(np.array(found[pooling]) - raw(trained.model, ids)).max()
     print(f"{kind}: largest difference {difference:.2g}, before the projection {of_bert:.2g}")
     assert of_bert < TOLERANCE * 3  # numbers of up to 3
+
+
+@needs_torch
+@needs_converter
+@pytest.mark.parametrize("kind", ["mean", "both"])
+def test_onnxruntime_has_our_vectors(kind: str, tmp_path: Path) -> None:
+    make_run(tmp_path, biased=True, model__initializer_range=0.3, **KINDS[kind])
+    folder = tmp_path / "served"
+    command("export", "--model", tmp_path / "run", "--format", "onnx", "--output", folder)
+    found = with_transformers("onnx", folder, given=TEXTS)
+    rows = ["batch", "length"]
+    assert found["inputs"] == {
+        name: ["tensor(int64)", rows] for name in ("input_ids", "attention_mask", "token_type_ids")
+    }
+    trained = load_encoder(tmp_path / "run")
+    vectors = encode_texts(trained, TEXTS, max_tokens=12, batch_size=len(TEXTS))
+    width, dim = trained.config.hidden_size, vectors.shape[1]
+    assert found["outputs"] == {
+        "last_hidden_state": ["tensor(float)", [*rows, width]],
+        "sentence_embedding": ["tensor(float)", ["batch", dim]],
+    }
+    # The backend of sentence-transformers has its own pooling, of the vectors of the tokens.
+    for name in ("sentence_embedding", "sentences"):
+        if found[name] is not None:
+            difference = abs(np.array(found[name]) - vectors).max()
+            print(f"{name}: largest difference {difference:.2g}")
+            assert difference < TOLERANCE
 
 
 @needs_torch

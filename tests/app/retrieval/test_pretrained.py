@@ -17,18 +17,31 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+import tokenizers
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from paddle_recompute import RecomputeConfig, apply_recompute
-from paddle_recompute.app.config import ModelConfig
+from paddle_recompute.app.config import Config, ModelConfig
 from paddle_recompute.app.data import check_vocabulary
-from paddle_recompute.app.retrieval import encode_texts, load_encoder, write_hugging_face
+from paddle_recompute.app.retrieval import (
+    encode_texts,
+    load_encoder,
+    write_hugging_face,
+    write_onnx,
+)
+from paddle_recompute.app.trainer import Trainer, seeded_model
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import CheckpointError, ConfigError, DataError
 from tests.app.commands import command
 from tests.app.retrieval.make_models import CASES
 from tests.app.retrieval.pretrained import KINDS, add_modules, make_folder, model_of
+from tests.app.retrieval.test_hugging_face import (
+    TORCH_PYTHON,
+    needs_converter,
+    needs_torch,
+    with_transformers,
+)
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
 
@@ -362,9 +375,49 @@ def test_a_vocabulary_belongs_to_its_weights(tmp_path: Path) -> None:
         load_encoder(out)
 
 
+def test_added_tokens_get_rows(tmp_path: Path) -> None:
+    make_folder(tmp_path / "bert")
+    (tmp_path / "pairs.tsv").write_text("".join(f"{a}\t{a} stone\n" for a in texts(300)))
+    file = tmp_path / "bert" / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(["[WORLD]", "<e1>"])
+    start = {"model": {"init_from": str(tmp_path / "bert")}}
+
+    def config(**changes: Any) -> Config:
+        return Config.model_validate(
+            {**tiny(tmp_path).to_dict(), "model": {**start["model"], **changes}}
+        )
+
+    with pytest.raises(ConfigError, match=r"15 rows are enough for the 15 entries"):
+        check_vocabulary(config(resize_embeddings=True))
+    tokenizer.save(str(file))
+    for refused in (check_vocabulary, lambda given: seeded_model(given, 17)):
+        with pytest.raises(ConfigError, match=r"received 15; .*model.resize_embeddings: true adds"):
+            refused(config())
+    resized = config(resize_embeddings=True)
+    check_vocabulary(resized)
+    one, again = (seeded_model(resized, 17).embeddings.word.weight.numpy() for _ in range(2))
+    assert one.shape == (17, 16) and np.array_equal(one, again)
+    theirs = load_file(tmp_path / "bert" / "model.safetensors")
+    assert np.array_equal(one[:15], theirs["embeddings.word_embeddings.weight"])
+    assert 0.1 < one[15:].std() < 0.6  # initializer_range is 0.3
+    # A run, what it exports, and a run from it have these rows; none is drawn anew.
+    Trainer(resized).run()
+    export = ("export", "--model", tmp_path / "run", "--format", "safetensors")
+    command(*export, "--output", tmp_path / "out" / "m.safetensors")
+    trained = load_encoder(tmp_path / "run")
+    vectors = encode_texts(trained, ["big [WORLD]", "<e1>"])
+    assert np.array_equal(
+        encode_texts(load_encoder(tmp_path / "out"), ["big [WORLD]", "<e1>"]), vectors
+    )
+    for source in (tmp_path / "run", tmp_path / "out"):
+        start["model"]["init_from"] = str(source)
+        rows = seeded_model(config(), 17).embeddings.word.weight.numpy()
+        assert np.array_equal(rows, trained.model.embeddings.word.weight.numpy())
+
+
 # ------------------------------------------------------------------------------------- transformers
 
-TORCH_PYTHON = os.environ.get("TORCH_PYTHON", "")
 LONG = "the river and the stone and the tree " * 40
 
 
@@ -388,7 +441,7 @@ def run_torch(*arguments: str | Path, texts: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not TORCH_PYTHON, reason="needs transformers (make test-torch)")
+@needs_torch
 def test_the_vectors_of_sentence_transformers(theirs: tuple[Path, dict[str, Any]]) -> None:
     folder, made = theirs
     given = [*TEXTS, LONG]
@@ -406,3 +459,18 @@ def test_the_vectors_of_sentence_transformers(theirs: tuple[Path, dict[str, Any]
         difference = abs(np.array(written[name]) - np.array(made[name]["document"])).max()
         print(f"{name}, written: largest difference {difference:.2g}")
         assert difference < TOLERANCE
+
+
+@pytest.mark.timeout(600)
+@needs_torch
+@needs_converter
+def test_onnxruntime_has_the_vectors_of_mpnet(
+    theirs: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Whose positions paddle2onnx gives a wrong shape, which onnxruntime believes."""
+    encoder = load_encoder(theirs[0] / "mpnet")
+    write_onnx(encoder, tmp_path / "served")
+    found = with_transformers("onnx", tmp_path / "served", given=TEXTS)
+    assert list(found["inputs"]) == ["input_ids", "attention_mask"]
+    difference = abs(np.array(found["sentence_embedding"]) - encode_texts(encoder, TEXTS)).max()
+    assert difference < TOLERANCE

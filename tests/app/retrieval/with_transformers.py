@@ -1,11 +1,13 @@
 """What `test_hugging_face` runs where PyTorch is, without Paddle and without this package.
 
-``encode FOLDER`` prints vectors of a BERT; ``make FOLDER`` writes it first. Entries of its
+``encode FOLDER`` prints vectors of a BERT; ``make FOLDER`` writes it first; ``onnx FOLDER`` prints
+what a program takes and gives. Entries of its
 vocabulary and texts are on standard input.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from typing import Any
@@ -39,6 +41,32 @@ def encode(folder: str, texts: list[str]) -> dict[str, Any]:
     return result
 
 
+def onnx(folder: str, texts: list[str]) -> dict[str, Any]:
+    """`sentences`: of sentence-transformers' backend; None without optimum-onnx, which is
+    for transformers 4.
+    """
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(f"{folder}/model.onnx")
+    rows = AutoTokenizer.from_pretrained(folder)(texts, padding=True, truncation=True)
+    given = {one.name: rows.get(one.name) for one in session.get_inputs()}
+    given = {
+        name: one or [[0] * len(row) for row in rows["input_ids"]] for name, one in given.items()
+    }
+    result = {
+        "inputs": {one.name: [one.type, one.shape] for one in session.get_inputs()},
+        "outputs": {one.name: [one.type, one.shape] for one in session.get_outputs()},
+        "sentence_embedding": session.run(["sentence_embedding"], given)[0].tolist(),
+        "sentences": None,
+    }
+    if importlib.util.find_spec("optimum") is not None:
+        from sentence_transformers import SentenceTransformer
+
+        model = SentenceTransformer(folder, device="cpu", backend="onnx")
+        result["sentences"] = model.encode(texts).tolist()
+    return result
+
+
 def make(folder: str, entries: list[str]) -> None:
     """A random BERT and a tokenizer with `entries`."""
     torch.manual_seed(0)
@@ -61,4 +89,4 @@ if __name__ == "__main__":
     entries, texts = json.load(sys.stdin)
     if sys.argv[1] == "make":
         make(sys.argv[2], entries)
-    json.dump(encode(sys.argv[2], texts), sys.stdout)
+    json.dump((onnx if sys.argv[1] == "onnx" else encode)(sys.argv[2], texts), sys.stdout)

@@ -13,6 +13,7 @@ import pytest
 
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import Config
+from paddle_recompute.app.encoder import ErnieEncoder
 from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Trainer, chunk_search, peak_memory
 from paddle_recompute.app.trainer.chunk_search import CLOSE_ESTIMATE, MemoryProbe, largest_chunks
@@ -200,7 +201,7 @@ def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatc
     make = peak_memory.largest_batch
     for length in (2, 5, 8, LONGEST):
 
-        def of_one_length(*arguments: Any, length: int = length) -> Any:
+        def of_one_length(*arguments: Any, length: int = length, **_: Any) -> Any:
             whole = make(arguments[0], arguments[1], Chunks())
             for ids in whole.values():
                 ids[:, length:] = 0
@@ -284,3 +285,25 @@ def test_chunks_of_a_run_are_within_the_budget_and_those_of_a_resumed_run(folder
     assert f"{tokens} tokens encoded at a time" in page
     assert again["chunk_tokens"] == tokens
     assert f"{tokens} tokens at a time, as before" in shown_again
+
+
+@needs_peaks_of_steps
+@pytest.mark.parametrize(("size", "changes"), [(4, {}), (16, {"contrastive__hard_negatives": 2})])
+def test_chunks_of_pairs_are_measured_on_two(size: int, changes: dict[str, Any]) -> None:
+    """The peak is that of a step in which all texts are of full length."""
+    wide = {"model__hidden_size": 64, "model__intermediate_size": 128, "contrastive__tile": 16}
+    config = config_of(None, **wide, **changes)
+    found, calls, encode = [], [], ErnieEncoder.forward
+
+    def noted(self: Any, ids: Any, *more: Any) -> Any:
+        calls[-1] += 1
+        return encode(self, ids, *more)
+
+    with mock.patch.object(ErnieEncoder, "forward", noted):
+        for made in (Chunks, lambda tokens: Chunks(size)):
+            calls.append(0)
+            with mock.patch.object(peak_memory, "Chunks", made):
+                found.append(measure_peak(config, 100, Chunks(size)))
+    print(f"{found}, {calls} calls of the encoder")
+    assert abs(found[0] - found[1]) < 0.02 * found[1]
+    assert calls[0] < calls[1] * 2 // 3
