@@ -23,7 +23,7 @@ IS_ON = os.environ.get("PADDLE_RECOMPUTE_DEBUG", "0") not in ("", "0")
 
 _ROOMS = (__file__, captured_state.__file__, _paddle.__file__)
 _OWN = (*map(os.path.dirname, _ROOMS), _nested.__file__)
-_PADDLE = os.path.dirname(paddle.__file__)
+_PADDLE = os.path.join(os.path.dirname(paddle.__file__), "")  # paddlenlp is another folder
 
 _PARTS = {"_first": "keep", "_again": "keep", "record": "recompute"}
 _PARTS["run_inside_recomputation"] = "recompute"
@@ -135,9 +135,7 @@ class DebuggedFrame(Frame):
         root = getattr(call.function, "__self__", call.function)
         for number, (then, now) in enumerate(zip_longest(self._then, self._now)):
             if then != now:
-                was, became = (
-                    operation.words(root) if operation else "nothing" for operation in (then, now)
-                )
+                was, became = (one.words(root) if one else "nothing" for one in (then, now))
                 return (
                     f"\nThe first difference is saved tensor {number}:\n"
                     f"  first forward:  {was}\n  second forward: {became}"
