@@ -135,7 +135,7 @@ class DebuggedFrame(Frame):
         root = getattr(call.function, "__self__", call.function)
         for number, (then, now) in enumerate(zip_longest(self._then, self._now)):
             if then != now:
-                was, became = (one.words(root) if one else "nothing" for one in (then, now))
+                was, became = (side.words(root) if side else "nothing" for side in (then, now))
                 return (
                     f"\nThe first difference is saved tensor {number}:\n"
                     f"  first forward:  {was}\n  second forward: {became}"
