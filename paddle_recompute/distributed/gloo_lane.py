@@ -129,7 +129,7 @@ class QueuedCollective(Generic[Result]):
             peers().wait_until(self._has_begun.wait, self.label, self.scope)
             # The ranks have met here. Now each computes too, as in a Program, one longer than
             # another, which may be at its next collective already.
-            peers().wait_until(self._done.wait, self.label, self.scope, announces=False)
+            peers().wait_until(self._done.wait, self.label, self.scope, matches_calls=False)
         error = self.error
         if error is None:
             return self._result

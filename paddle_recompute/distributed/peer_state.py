@@ -55,7 +55,7 @@ class Scope:
     limits: Limits
 
     @property
-    def among(self) -> str:
+    def ranks_key(self) -> str:
         """A digest that names the ranks, the same on all of them."""
         return hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
 
@@ -136,23 +136,23 @@ class PeerState:
         told = self._different_calls
         return told[1] if told is not None and told[0] == serial else None
 
-    def failure(self, scope: Scope, waited: float, *, patience: float | None = None) -> str | None:
+    def failure(self, scope: Scope, waited: float, *, silence: float | None = None) -> str | None:
         """Why a wait for the ranks of `scope` cannot complete; None if no reason is known.
 
         Args:
             scope: The ranks.
             waited: Seconds that this rank has waited.
-            patience: After a collective has failed: the seconds of silence that explain it. None
+            silence: After a collective has failed: the seconds of silence that explain it. None
                 while this rank waits: then a rank that has ended is a reason only after two ticks,
                 because it may have done its part before.
         """
         cause = self.cause()
         if cause is not None:
             return cause
-        if waited > 2 * TICK or patience is not None:
+        if waited > 2 * TICK or silence is not None:
             for rank in sorted({0, *scope.ranks} & self._left.keys()):
                 return f"{self.named(rank)} {self._left[rank]}; its log may say why"
-        return self._silence(scope, patience) or self._lateness(scope, waited)
+        return self._silence(scope, silence) or self._lateness(scope, waited)
 
     def failure_message(self, failure: str, what: str) -> str:
         """The message of an error: `failure` is why a wait for `what` cannot complete."""
@@ -165,9 +165,11 @@ class PeerState:
             )
         return f"{failure}. Rank {self.rank} waited {self.phase} for {what}."
 
-    def _silence(self, scope: Scope, patience: float | None) -> str | None:
-        limit = scope.limits.peer_timeout if patience is None else patience
-        setting = f" (peer_timeout is {limit:.0f} s)" if patience is None else ""
+    def _silence(self, scope: Scope, limit: float | None) -> str | None:
+        setting = ""
+        if limit is None:
+            limit = scope.limits.peer_timeout
+            setting = f" (peer_timeout is {limit:.0f} s)"
         of_server = max(self.server_quiet * TICK, self._silent.get(0, 0.0))
         for rank in sorted({0, *scope.ranks} - {self.rank}):
             silent = self._silent.get(rank, 0.0) if rank else of_server
@@ -183,7 +185,7 @@ class PeerState:
             return None
         # The control server reports which ranks wait, too.
         others = {*scope.ranks} - {self.rank}
-        missing = others - self._waiting.get(scope.among, frozenset()) or others
+        missing = others - self._waiting.get(scope.ranks_key, frozenset()) or others
         hosts = ", ".join(sorted({self._hosts[str(rank)] for rank in missing if self._hosts}))
         return (
             f"rank {', '.join(map(str, sorted(missing)))}{hosts and f' on {hosts}'} did not come "

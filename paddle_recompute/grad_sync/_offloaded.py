@@ -176,13 +176,13 @@ class OffloadedSync:
     Attributes:
         owners: `ParameterList.offloaded`, which grows.
         group: The ranks; None is all of them.
-        is_sent_here: Whether `GradientSync` has buckets of its own, over the bare Layer.
+        has_own_buckets: Whether `GradientSync` has buckets of its own, over the bare Layer.
         compression: As of the `GradientSync`.
     """
 
     owners: Mapping[int, OffloadedGradients]
     group: Group | None
-    is_sent_here: bool
+    has_own_buckets: bool
     compression: str
     _senders: dict[int, PieceSender] = field(default_factory=dict)
 
@@ -223,7 +223,7 @@ class OffloadedSync:
             )
 
     def _sender_of(self, owner: OffloadedGradients, scale: float) -> PieceSender:
-        if not self.is_sent_here:
+        if not self.has_own_buckets:
             raise ConfigError(
                 "parameters that are offloaded are synchronized by GradientSync itself, a shard at "
                 "a time: give it the bare Layer instead of paddle.DataParallel, and another mode "
