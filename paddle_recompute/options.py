@@ -240,9 +240,6 @@ class RecomputeConfig(Options):
             "offload",
             because="a plan keeps inputs on the device; policy: all does not",
         ),
-        *apart(
-            "policy=budget", "keep", because="a plan recomputes whole calls; policy: all does not"
-        ),
         *apart("engine=fleet", "policy=segments", "policy=budget", "offload", "keep"),
         *apart(
             "offload_parameters",

@@ -110,7 +110,8 @@ def make_paddle(name: str) -> Any:
     def backward(loss: Any) -> list[bytes]:
         loss.backward()
         gradients = [one.grad.numpy().tobytes() for one in model.parameters()]
-        model.clear_gradients(set_to_zero=False)
+        for one in model.parameters():
+            one.clear_gradient(False)
         return gradients
 
     return lambda: model(x).square().mean(), backward, memory.current_bytes

@@ -55,6 +55,7 @@ class Job:
         checkpoints: Patterns of the blocks; None: they are found.
         autocast: The mixed precision of the forward.
         preserve_rng_state: As in `recompute`.
+        keep: Patterns of parts that blocks keep where they are recomputed.
     """
 
     model: paddle.nn.Layer
@@ -69,6 +70,7 @@ class Job:
     checkpoints: Sequence[str] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     preserve_rng_state: bool = True
+    keep: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Check that there is one way to compute the gradient."""

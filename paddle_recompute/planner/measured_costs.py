@@ -30,7 +30,13 @@ from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts, maximum, simulate
 from paddle_recompute.planner.job import Job
 from paddle_recompute.planner.signatures import structure_of
-from paddle_recompute.recompute import first_wrapped_part, observed, undo_recompute, wrap_calls
+from paddle_recompute.recompute import (
+    first_wrapped_part,
+    keep_parts,
+    observed,
+    undo_recompute,
+    wrap_calls,
+)
 
 SECONDS_OF_REPEATS = 0.25
 """A step is repeated for its time until it has run so long, or `MOST_RUNS` times."""
@@ -68,6 +74,7 @@ def measure_costs(
 
         def everything() -> None:
             wrap_calls(job.model, blocks, of_calls, preserve_rng_state=job.preserve_rng_state)
+            keep_parts(job.model, job.keep, job.blocks)
 
         try:
             costs = run_recorded(job, everything)
@@ -142,11 +149,17 @@ def treat_units(
     whole: Collection[tuple[str, int]],
     *,
     preserve_rng_state: bool = True,
+    keep: Sequence[str] = (),
 ) -> None:
-    """Recompute the units of `whole` and no others of the calls of `costs`."""
+    """Recompute the units of `whole` and no others of the calls of `costs`; `keep` parts of them.
+
+    Raises:
+        SelectionError: A pattern of `keep` matches nothing inside of the blocks.
+    """
     in_order = sorted(costs.calls, key=lambda call: call.number)
     turns = {call.layer: call.number + 1 for call in in_order}
     wrap_calls(model, whole, turns, preserve_rng_state=preserve_rng_state)
+    keep_parts(model, keep, turns)
 
 
 def run_recorded(job: Job, treat: Callable[[], None]) -> StepCosts:
@@ -198,7 +211,12 @@ def _with_costs_in_place(
         plain = {costs.calls[number].unit for number in tried}
         whole = [unit for unit in costs.units if unit not in plain]
         treat = partial(
-            treat_units, job.model, costs, whole, preserve_rng_state=job.preserve_rng_state
+            treat_units,
+            job.model,
+            costs,
+            whole,
+            preserve_rng_state=job.preserve_rng_state,
+            keep=job.keep,
         )
         try:
             runs = _paired_runs(job, costs, treat, everything, only_bytes)

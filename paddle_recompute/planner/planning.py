@@ -132,6 +132,7 @@ def estimate(
         grad_cache,
         sync,
         checkpoints=checkpoints,
+        keep=() if recompute is None else recompute.keep,
         **options,
     )
     if isinstance(recompute, RecomputePlan) and batch_size is None:
@@ -152,6 +153,7 @@ def plan(
     grad_cache: GradCache | None = None,
     sync: GradientSync | None = None,
     checkpoints: Sequence[str] | None = None,
+    keep: Sequence[str] = (),
     verify: bool = True,
     progress: Progress | None = None,
     **options: Any,
@@ -168,6 +170,8 @@ def plan(
         grad_cache: As in `estimate`.
         sync: As in `estimate`.
         checkpoints: As in `estimate`.
+        keep: Patterns as in ``recompute.keep``: of each block the plan chooses whether it is plain,
+            or recomputed but for these parts.
         verify: Run forward and backward under the plan and measure them. If they take more than
             predicted, the difference is added to the bytes that the step always holds, and the plan
             is made again, at most three times.
@@ -206,6 +210,7 @@ def plan(
         grad_cache,
         sync,
         checkpoints=checkpoints,
+        keep=keep,
         **options,
     )
     costs = measure_costs(job, progress=progress)
@@ -216,6 +221,7 @@ def plan(
         signature=job.signature(),
         checkpoints=patterns,
         preserve_rng_state=job.preserve_rng_state,
+        keep=tuple(keep),
         or_smallest=verify,
     )
     return verified(job, found) if verify else found

@@ -21,7 +21,7 @@ from paddle_recompute.planner.measured_costs import treat_units
 from paddle_recompute.planner.search import Solution, Units, next_faster, smallest, solve
 from paddle_recompute.recompute import first_wrapped_part, undo_recompute
 
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class RecomputePlan:
             otherwise the choices were made as for a chain, and the simulation judged them.
         measured_bytes: The peak of a step that was measured under the plan; None: none was.
         preserve_rng_state: As in `recompute`.
+        keep: Patterns of parts that recomputed blocks keep.
     """
 
     memory_budget: int
@@ -48,6 +49,7 @@ class RecomputePlan:
     exact: bool = True
     measured_bytes: int | None = None
     preserve_rng_state: bool = True
+    keep: tuple[str, ...] = ()
 
     @property
     def timeline(self) -> Timeline:
@@ -72,7 +74,7 @@ class RecomputePlan:
     @property
     def hash(self) -> str:
         """A hash of what is applied: equal on all ranks that do the same."""
-        content = [self.signature, self.choices]
+        content = [self.signature, self.choices, self.keep]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     # -------------------------------------------------------------------------------- apply
@@ -94,7 +96,13 @@ class RecomputePlan:
             raise PlanError(
                 f"the plan is of another model: it has no block '{min(unknown)}'. Make a new plan"
             )
-        treat_units(model, self.costs, self.choices, preserve_rng_state=self.preserve_rng_state)
+        treat_units(
+            model,
+            self.costs,
+            self.choices,
+            preserve_rng_state=self.preserve_rng_state,
+            keep=self.keep,
+        )
 
     @staticmethod
     def remove(model: paddle.nn.Layer) -> None:
@@ -142,6 +150,7 @@ class RecomputePlan:
                 costs=StepCosts.from_dict(rest.pop("costs")),
                 choices=tuple((name, number) for name, number in rest.pop("choices")),
                 checkpoints=None if checkpoints is None else tuple(checkpoints),
+                keep=tuple(rest.pop("keep")),
                 **rest,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -214,13 +223,14 @@ class RecomputePlan:
 
     def _runs(self) -> Iterator[str]:
         """Runs of neighbours that are treated alike: "layers.0 to layers.5: whole, -38 MiB ..."."""
+        kept = f", keeps {', '.join(self.keep)}" if self.keep else ""
         first_pass = [call for call in self.costs.calls if call.pass_number == 0]
         for is_whole, run in itertools.groupby(first_pass, lambda call: call.unit in self.choices):
             calls = list(run)
             names = calls[0].name if len(calls) == 1 else f"{calls[0].name} to {calls[-1].name}"
             saved, seconds = sum(call.kept for call in calls), sum(call.seconds for call in calls)
             if is_whole:
-                yield f"{names}: whole, {format_bytes(-saved)} for {seconds * 1e3:+.1f} ms"
+                yield f"{names}: whole{kept}, {format_bytes(-saved)} for {seconds * 1e3:+.1f} ms"
             else:
                 yield f"{names}: plain"
 
@@ -232,6 +242,7 @@ def make_plan(
     signature: str,
     checkpoints: tuple[str, ...] | None = None,
     preserve_rng_state: bool = True,
+    keep: tuple[str, ...] = (),
     or_smallest: bool = False,
 ) -> RecomputePlan:
     """Solve, and say in words if there is no solution.
@@ -242,6 +253,7 @@ def make_plan(
         signature: As in `RecomputePlan`.
         checkpoints: As in `RecomputePlan`.
         preserve_rng_state: As in `RecomputePlan`.
+        keep: As in `RecomputePlan`.
         or_smallest: Where nothing is predicted to stay within the budget, return the plan with the
             smallest predicted peak, to be measured: it may take less.
 
@@ -262,6 +274,7 @@ def make_plan(
         checkpoints,
         solution.exact,
         preserve_rng_state=preserve_rng_state,
+        keep=keep,
     )
 
 

@@ -31,6 +31,7 @@ from paddle_recompute.recompute.layer_selection import (
     apply_recompute,
     check_patterns,
     grouped,
+    keep_parts,
     layers_matching,
 )
 from paddle_recompute.recompute.wrapping import (
@@ -62,6 +63,7 @@ __all__ = [
     "innermost",
     "is_recomputing",
     "keep",
+    "keep_parts",
     "layers_matching",
     "observed",
     "passes_input_through",

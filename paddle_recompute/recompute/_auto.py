@@ -76,7 +76,7 @@ def _blocks_in(layer: paddle.nn.Layer, name: str, seen: set[int]) -> list[Blocks
     found: list[Blocks] = []
     for member_name, member in members:
         same = lists.get(_kind(member), [])
-        inner = [blocks for one in same for blocks in inside[one]]
+        inner = [blocks for path in same for blocks in inside[path]]
         is_chain = isinstance(member, paddle.nn.Sequential)
         fewest = 1 if is_list and not is_chain else 2
         if len(same) < fewest or (is_chain and inner) or _are_better(inner, len(same), is_list):

@@ -59,7 +59,9 @@ class FirstStepChecks:
             if isinstance(part, paddle.nn.Layer):
                 self._tops[id(part)] = name
                 if is_ours:
-                    self._below.update({id(one): name for one in part.sublayers(include_self=True)})
+                    self._below.update(
+                        {id(layer): name for layer in part.sublayers(include_self=True)}
+                    )
         self._parameters = [weakref.ref(p) for p in model.parameters() if not p.stop_gradient]
         self._stamps: list[tuple[weakref.ref[paddle.Tensor], Stamp]] = []
         watch_backward()
@@ -72,7 +74,9 @@ class FirstStepChecks:
     @property
     def not_called(self) -> list[str]:
         """The parts that no forward has called."""
-        called = self._called | {name for name, one in self._functions.items() if one.is_called}
+        called = self._called | {
+            name for name, function in self._functions.items() if function.is_called
+        }
         return [name for name in self._names if name not in called]
 
     def faults(self) -> list[str]:

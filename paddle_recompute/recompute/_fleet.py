@@ -87,7 +87,7 @@ def wrap_with_fleet(parts: Mapping[str, Any], preserve_rng_state: bool) -> None:
             )
         for member_name, member in part.named_sublayers(include_self=True):
             for tensors, names in non_trained_state(member):
-                if any(is_initialized(tensors[one]) for one in names):
+                if any(is_initialized(tensors[buffer]) for buffer in names):
                     place = f"'{name}.{member_name}'" if member_name else f"'{name}'"
                     raise SelectionError(
                         f"recompute.engine: fleet cannot wrap '{name}': {place} has the buffer "

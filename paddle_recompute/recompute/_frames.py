@@ -1,26 +1,25 @@
-"""The hook form of recompute: drop what autograd saves, and run the function again to restore it.
+"""The engine of recompute: saved-tensor hooks drop tensors, a second forward computes them again.
 
-While a function runs for the first time, each tensor that an operator saves for its backward is
-replaced in the graph by a numbered handle. When the backward asks for the tensor of the first
-handle, the function runs again. The tensors that its operators save then, in the same order, are
-those of the handles. The gradients flow through the graph of the *first* run: hooks, parameters and
-unused outputs behave as in a plain call.
+In the first forward the pack hook replaces each tensor that an operator saves by a numbered handle.
+When the backward unpacks the first handle, the function runs again. The tensors that its operators
+save in this second forward belong to the handles in the same order. Gradients flow through the
+graph of the *first* forward: hooks, parameters and unused outputs behave as in a plain call.
 
-This is the technique of Paddle's ``use_reentrant=False``. Paddle's own form cannot be used here:
-its hooks are private, so it cannot nest, run twice, detect that the second run differs, or work on
-CPU in 2.6.
+Paddle's ``use_reentrant=False`` works in the same way. Its own implementation cannot be used here:
+its hooks are private, so it cannot nest, run a backward twice, detect a second forward that
+differs, or work on a CPU in 2.6.
 
-**Nesting.** The outer frame saves the inputs of an inner frame. So an inner frame keeps nothing
+**Nesting.** The outer frame keeps the inputs of an inner frame. So an inner frame keeps nothing
 unless its outer frame is being recomputed.
 
-**Ownership.** C++ graph -> handle -> frame -> inputs, and, after the second run, handle -> tensor.
-A frame refers to its handles weakly, so graph, activations and Layer are freed without the garbage
-collector, and what only a dropped output needs goes with it.
+**Ownership.** C++ graph -> handle -> frame -> inputs, and, after the second forward, handle ->
+tensor. A frame has weak references to its handles, so reference counting alone frees graph,
+activations and Layer, and dropping an output frees the tensors that only it needs.
 
 A Layer may hold a tensor of its own forward, such as an auxiliary loss: Layer -> tensor -> graph ->
-handle -> frame -> Layer is a cycle that Python cannot see. So the first backward that asks a frame
-ends it: for a handle whose operator has not run then, the frame keeps the tensor of the second run
-itself, as Paddle would.
+handle -> frame -> Layer is a cycle that Python's collector cannot see. So the first backward that
+unpacks from a frame releases its inputs at the end. A handle whose operator has not run by then
+keeps its tensor, as Paddle would.
 """
 
 from __future__ import annotations
@@ -59,24 +58,24 @@ from paddle_recompute.recompute._recomputation import (
 
 
 class FrameHandle(SavedHandle):
-    """A placeholder in the graph for a tensor of a frame; after a second run of the frame, the
-    tensor itself lies here, so it goes with the handle.
+    """The handle of a saved tensor of a frame. After the second forward it holds the tensor, which
+    is freed with the handle.
     """
 
     __slots__ = ("frame", "is_spent")
 
     frame: Frame
     is_spent: bool
-    """Whether the backward of its operator is over and cannot run again."""
+    """Whether the last backward of its operator has unpacked it."""
 
     def value(self, is_last: bool, itself: bool = False) -> paddle.Tensor:
-        """The tensor, from a second run of the frame."""
+        """The tensor, from a second forward of the frame."""
         frame = self.frame
         if self.tensor is None:
             try:
                 frame.recompute(is_last)
             finally:
-                # The second run failed: Paddle never frees the argument of such a hook.
+                # The second forward failed: Paddle never frees the argument of a hook that raises.
                 if frame.is_released and not frame._failed:
                     self.frame = _RELEASED
         # Under ``retain_graph`` Paddle (2.6, 3.x) holds the memory in the graph anyway.
@@ -90,66 +89,65 @@ class FrameHandle(SavedHandle):
         return value
 
     def release(self) -> None:
-        """It cannot be asked for any more."""
+        """The graph has freed the handle."""
         self.tensor = None
         del self.frame
 
 
 _new_handle = object.__new__
-"""``FrameHandle()`` would take as long as all that `Frame.pack` reads of a tensor."""
+"""``FrameHandle()`` would double the time of `Frame.pack`."""
 
 
 class Observer(Protocol):
-    """Called when calls run (`observed`)."""
+    """Called around the two forwards of recomputed calls (`observed`)."""
 
     def forward(self, name: str, run: Callable[[], Any]) -> Any:
-        """Run the call of the Layer `name` for the first time."""
+        """Run the first forward of the Layer `name`."""
 
     def recorded(self, frame: Frame) -> None:
-        """`frame` records a call."""
+        """`frame` has recorded a call."""
 
     def again(self, frame: Frame, run: Callable[[], None]) -> None:
-        """Run the call of `frame` again."""
+        """Run the second forward of `frame`."""
 
 
 class Frame:
-    """A call that is recomputed: what its first run saved, and its inputs until the backward."""
+    """A recomputed call: its inputs until the backward, and the handles of its saved tensors."""
 
     observer: ClassVar[Observer | None] = None
     again: Any = Recomputation
-    """Makes what receives the tensors of the second run."""
+    """The class of the recorder of the second forward."""
 
     def __init__(self, call: Call | None) -> None:
         self.call = call
-        """None: it is released."""
+        """None: the inputs are released."""
         self._inputs: Any = None
         self.storage: InputStorage
-        """Keeps its inputs."""
+        """Keeps the inputs."""
         self.kept: list[KeptCall] = []
-        """The calls of `keep` in its first run."""
+        """The calls of `keep` in its first forward."""
         self._end_of_forward: KeptCall | None = None
-        # Of each tensor that operators saved: what it looked like, its checksum, and the handle,
-        # which the graph alone keeps.
+        # Metadata, checksum and handle of each saved tensor; only the graph keeps the handles.
         self.metadata: MetadataLists = [], [], [], []
         self.checksums: dict[int, int] = {}
         self.handles: list[weakref.ref[FrameHandle]] = []
         self._is_recording = self._compares_values = False
         self._failed = ""
-        """The name of the call, if that raised in its first run."""
+        """The name of the call, if its first forward raised."""
         self.is_ending = False
         self.num_awaited = 0
-        """The handles that were in the graph at the last second run and are not spent."""
+        """The number of handles in the graph, at the last second forward, that are not spent."""
 
     def record(self, storage: InputStorage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call for the first time; returns its result.
+        """Run the first forward; returns its result.
 
         Args:
-            storage: Keeps its inputs.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            storage: Keeps the inputs.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
 
         Raises:
-            HooksAreTaken: Before anything has run: hooks of other code are in force.
+            HooksAreTaken: Saved-tensor hooks of other code are in force; the call has not run.
         """
         call, outer = self.call, innermost()
         assert call is not None
@@ -181,7 +179,7 @@ class Frame:
         return outputs
 
     def _find_end_of_forward(self, call: Call) -> None:
-        """If nothing was saved behind the last call of `keep`, its outputs are not needed."""
+        """If nothing is saved after the last call of `keep`, the second forward ends there."""
         last = self.kept[-1]
         is_end = last.part.has_returned and last.num_saved == len(self.handles)
         if is_end and not call.compare_values:
@@ -191,24 +189,24 @@ class Frame:
 
     @property
     def is_released(self) -> bool:
-        """Whether its inputs are gone, so that it cannot run again."""
+        """Whether the inputs are released, so that it cannot run again."""
         return self.call is None
 
     def release(self) -> None:
-        """Let the inputs go, and what the call holds."""
+        """Release the inputs and the state of the call."""
         self.call = self._inputs = self._end_of_forward = None
         self.kept = []
 
     def pack(self, tensor: paddle.Tensor) -> FrameHandle:
-        """First run: keep a handle, and what identifies the tensor in the second run."""
+        """First forward: make a handle, and note the metadata for the second forward."""
         dtypes, strides, offsets, sizes = self.metadata
         handle = _new_handle(FrameHandle)
         handle.frame, handle.tensor, handle.layout = self, None, None
         handle.is_spent = handle.is_for_engine = False
-        dtypes.append(dtype_of(tensor))  # `metadata_of`, without a frame
+        dtypes.append(dtype_of(tensor))  # `metadata_of`, inlined for speed
         strides.append(None if tensor.is_contiguous() else tensor.strides)
         offsets.append(tensor.offset)
-        sizes.extend(tensor.shape)  # a `paddle.Size` has an addition of its own
+        sizes.extend(tensor.shape)  # not `+=`, which `paddle.Size` overloads
         sizes.append(None)
         self.handles.append(weakref.ref(handle))
         if self._compares_values:
@@ -216,7 +214,7 @@ class Frame:
         return handle
 
     def recompute(self, is_last: bool) -> None:
-        """Run the call again, for all handles that are in the graph."""
+        """Run the second forward, for all handles that are in the graph."""
         if self._is_recording:
             raise RecomputeError(
                 "A recomputed function asks for gradients of its own intermediate results while "
@@ -239,13 +237,13 @@ class Frame:
             else:
                 self.observer.again(self, self._recompute)
         except BaseException:
-            if is_last:  # Paddle keeps what it held when a hook raises
+            if is_last:  # Paddle does not free the handles when a hook raises
                 self.release()
             raise
 
     def end(self) -> None:
-        """Release the inputs once all handles have been asked for the last time, even if an output
-        is still referenced: they need not wait for the blocks before this one.
+        """Release the inputs when all handles are unpacked for the last time, at the latest at the
+        end of this backward, even if an output is still referenced.
         """
         if not self.is_ending:
             self.is_ending = True
@@ -256,7 +254,7 @@ class Frame:
             self.release()
 
     def _end(self) -> None:
-        """Release the inputs at the end of a backward, unless a handle needs another second run."""
+        """Release the inputs at the end of a backward, unless a handle needs a second forward."""
         if all(
             handle is None or handle.is_spent or handle.tensor is not None
             for handle in self._live_handles()
@@ -264,7 +262,7 @@ class Frame:
             self.release()
 
     def _live_handles(self) -> list[FrameHandle | None]:
-        """The handles; None where one is not in the graph any more."""
+        """The handles; None for those that the graph has freed."""
         return [reference() for reference in self.handles]
 
     def _recompute(self) -> None:
@@ -278,7 +276,7 @@ class Frame:
         # that are registered then.
         had_gradients = set_gradients(True)
         begin_recording(again)
-        # On a tensor from outside, the hook of the first forward is there already.
+        # Hooks on tensors from outside were registered in the first forward already.
         watch_hooks()
         hooks = begin_passing_hooks()
         try:
@@ -302,8 +300,8 @@ class HooksAreTaken(Exception):
 
 
 class _DiscardAll:
-    """Receives the tensors of an inner frame in its first run during the recompute of the outer
-    frame: only the inner frame's inputs are needed, and the outer frame has them.
+    """The recorder of an inner frame while its outer frame is recomputed: nothing is kept, because
+    the outer frame has the inner frame's inputs.
     """
 
     def pack(self, tensor: paddle.Tensor) -> None:
@@ -311,14 +309,14 @@ class _DiscardAll:
 
 
 def is_inside_a_frame() -> bool:
-    """Whether a recomputed function is running, for the first or the second time."""
+    """Whether a recomputed function is running, in its first or second forward."""
     return innermost() is not None
 
 
 def run_inside_recomputation(
     call: Call, storage: InputStorage, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an inner `call` while the outer frame is being recomputed."""
+    """Run an inner `call` while its outer frame is recomputed."""
     keep((args, kwargs), storage, _pack_of(innermost()))
     begin_recording(_DiscardAll())
     try:
@@ -328,10 +326,10 @@ def run_inside_recomputation(
 
 
 def is_inside_recomputation() -> bool:
-    """Whether a recomputed function is running for the second time."""
+    """Whether a recomputed function is running in its second forward."""
     return isinstance(innermost(), (Recomputation, _DiscardAll))
 
 
 def _pack_of(outer: Recorder | None) -> Callable[[paddle.Tensor], SavedHandle | None] | None:
-    """What gives handles of the `outer` frame, if there is one."""
+    """The method that makes handles of the `outer` frame; None without one."""
     return None if outer is None else outer.pack

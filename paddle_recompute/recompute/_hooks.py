@@ -1,15 +1,15 @@
 """One pair of saved-tensor hooks, shared by all recorders.
 
 Paddle (2.6, 3.x) allows one pair of ``paddle.autograd.saved_tensors_hooks`` at a time. Ours is a
-dispatcher: the innermost `Recorder` gets each tensor that an operator saves for its backward, and
-its result, a `SavedHandle`, replaces the tensor in the graph until the backward asks for it.
+dispatcher: it passes each tensor that an operator saves to the innermost `Recorder`. The returned
+`SavedHandle` replaces the tensor in the graph until the backward unpacks it.
 
 **Threads.** The pair is in force in all threads of the process, but Paddle calls the hooks in the
-thread that runs the operator or the backward. So each thread has its own recorders, and what a
-thread without a recorder saves is kept as Paddle would keep it. The pair is set while any thread
-records. If several threads run operators, it also stays set between recordings: Paddle's operators
-read the pair twice without a lock, and an operator crashes the process if another thread removes
-the pair between the two reads (SIGSEGV; 2.6.2, 3.3.1).
+thread that runs the operator or the backward. So each thread has its own recorders. In a
+thread without a recorder, tensors are kept as Paddle would keep them. The pair is set while any
+thread records. If several threads run operators, it also stays set between recordings: Paddle's
+operators read the pair twice without a lock, and an operator crashes the process if another thread
+removes the pair between the two reads (SIGSEGV; 2.6.2, 3.3.1).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from paddle_recompute.errors import RecomputeError
 
 
 class SavedHandle:
-    """Replaces a tensor in the graph that an operator saved: a handle. It keeps the tensor, with
-    the version check that Paddle has for tensors that it keeps.
+    """The handle that replaces a saved tensor in the graph. It keeps the tensor, with Paddle's
+    check of ``inplace_version``.
     """
 
     __slots__ = ("__weakref__", "is_for_engine", "layout", "tensor", "version")
 
     is_for_engine: bool
-    """Whether an operator of Paddle asks for it; on Paddle 2.6 alone."""
+    """Whether an operator of Paddle unpacks it, not a PyLayer; set on Paddle 2.6 only."""
     layout: TensorMetadata | None
-    """That of the tensor in whose place it is kept, if it is another."""
+    """The metadata of the first forward, if strides or offset of `tensor` differ."""
     tensor: paddle.Tensor | None
     version: int
 
@@ -61,16 +61,16 @@ class SavedHandle:
         self.keep(tensor)
 
     def keep(self, tensor: paddle.Tensor) -> None:
-        """Keep `tensor`, as `without_graph` says."""
+        """Keep `tensor` without its graph (`without_graph`)."""
         self.tensor = without_graph(tensor)
         self.version = version_of(tensor)
 
     def release(self) -> None:
-        """It cannot be asked for any more."""
+        """The graph has freed the handle."""
         self.tensor = None
 
     def take(self, is_last: bool, itself: bool) -> paddle.Tensor:
-        """The tensor, unless it was changed in place; it is kept no longer if `is_last`."""
+        """The tensor, unless it was changed in place; dropped if `is_last`."""
         kept = self.tensor
         if kept is None:
             raise RecomputeError(
@@ -90,18 +90,17 @@ class SavedHandle:
         return memory_for_engine(kept) if self.is_for_engine else shares_memory(kept)
 
     def value(self, is_last: bool, itself: bool = False) -> paddle.Tensor:
-        """The tensor, as an object that is not used elsewhere, because the engine may move the
-        memory out of it (2.6).
+        """The tensor, as a new object, because the engine may move the memory out of it (2.6).
 
         Args:
-            is_last: Whether it is the last request.
-            itself: Whether the object that is kept is asked for; a PyLayer asks so.
+            is_last: Whether it is unpacked for the last time.
+            itself: Whether to return the kept object itself, for a PyLayer.
         """
         return self.take(is_last, itself)
 
 
 def _keep(tensor: paddle.Tensor) -> SavedHandle:
-    """What a thread does that has no recorder."""
+    """The pack hook in a thread without a recorder."""
     _pair.register_thread()
     return SavedHandle(tensor)
 
@@ -119,16 +118,16 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
         self.pack: Callable[[paddle.Tensor], SavedHandle | None] = _keep
-        """Of the innermost recorder."""
+        """The method of the innermost recorder."""
         self.is_known = False
-        """Whether `_Pair` knows this thread as one that runs operators."""
+        """Whether `_Pair` has registered this thread."""
 
 
 _thread = _Thread()
 
 
 class _Pair:
-    """The pair of hooks, and the threads that use it."""
+    """The pair of hooks, and the threads that run operators under it."""
 
     def __init__(self) -> None:
         # Reentrant: Paddle's function that sets a pair calls `make_room` in the same thread.
@@ -182,7 +181,7 @@ class _Pair:
         self.make_room()
 
     def register_thread(self) -> None:
-        """Note that the current thread runs operators."""
+        """Register the current thread as one that runs operators."""
         if not _thread.is_known:
             with self._lock:
                 self._threads.add(threading.current_thread())
@@ -194,7 +193,7 @@ atexit.register(_pair.close)
 
 
 def innermost() -> Recorder | None:
-    """The recorder of what the operators of this thread save now."""
+    """The recorder that receives the saved tensors of this thread now."""
     return _thread.recorders[-1] if _thread.recorders else None
 
 
@@ -204,7 +203,7 @@ def enclosing() -> list[Recorder]:
 
 
 def begin_recording(recorder: Recorder) -> bool:
-    """From now on, `recorder` gets what the operators of this thread save.
+    """Pass the saved tensors of this thread to `recorder`, until `end_recording`.
 
     Returns:
         False, with nothing begun, if hooks of other code are in force. Otherwise `end_recording`
@@ -224,12 +223,12 @@ def begin_recording(recorder: Recorder) -> bool:
 
 
 def is_of_second_pair(error: BaseException) -> bool:
-    """Whether Paddle (2.6, 3.x) raised `error` where code brought another pair into force."""
+    """Whether `error` is that of Paddle (2.6, 3.x) for a second pair of hooks."""
     return isinstance(error, ValueError) and "only one pair of hooks is allowed" in str(error)
 
 
 def end_recording() -> None:
-    """End what the last `begin_recording` of this thread began."""
+    """Undo the last `begin_recording` of this thread."""
     thread = _thread
     recorders = thread.recorders
     recorders.pop()
@@ -245,7 +244,7 @@ def _pack(tensor: paddle.Tensor) -> object:
 
 
 def _pack_and_note(tensor: paddle.Tensor) -> object:
-    """`_pack` where Paddle forgets references to what it returns."""
+    """`_pack` for Paddle versions that leak a reference to the returned handle."""
     thread = _thread
     handle = thread.pack(tensor)
     if handle is not None:
@@ -268,7 +267,7 @@ def _unpack(handle: SavedHandle | None) -> paddle.Tensor:
         if backward is not None:
             if asker.f_code is PY_LAYER_ASKS:
                 return _value_for_py_layer(handle, is_last, asker.f_locals["self"], backward)
-            if backward.given:  # another operator asks: the backward of that PyLayer is over
+            if backward.given:  # another operator unpacks, so the backward of that PyLayer is over
                 backward.py_layer, backward.given = None, {}
         return handle.value(is_last)
     except BaseException as error:
@@ -279,13 +278,13 @@ def _unpack(handle: SavedHandle | None) -> paddle.Tensor:
 def _value_for_py_layer(
     handle: SavedHandle, is_last: bool, context: Any, backward: Backward
 ) -> paddle.Tensor:
-    """The value for the PyLayer of `context`, which may ask several times in its backward."""
+    """The value for the PyLayer of `context`, which may unpack a handle several times."""
     if backward.py_layer is not context:
         backward.py_layer, backward.given = context, {}
     if handle not in backward.given:
         backward.given[handle] = handle.value(is_last, itself=True)
     value = backward.given[handle]
-    # Of an output, ``stop_gradient`` was not known yet when it was saved.
+    # ``stop_gradient`` of an output was not set yet when it was saved.
     if backward.creates_graph and _may_need_gradient(value):
         raise RecomputeError(
             "A PyLayer in a recomputed function cannot be differentiated twice: under "
@@ -300,7 +299,7 @@ def _may_need_gradient(tensor: paddle.Tensor) -> bool:
 
 
 def _pack_and_unpack() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The pair; where Paddle forgets references, with an unpack hook that no other pair has."""
+    """The hooks of a new pair; if Paddle leaks references, with an unpack hook of its own."""
     if PACK_LEAKS_A_REFERENCE:
         return _pack_and_note, functools.partial(_unpack)
     return _pack, _unpack

@@ -1,4 +1,4 @@
-"""The inputs of a recomputed call, until its second forward asks for them."""
+"""The inputs of a recomputed call, kept for its second forward."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from paddle_recompute.recompute._offload import InputStorage
 
 
 class Input:
-    """An argument tensor of a call, and how to restore it: from a tensor, a handle of the outer
-    frame, or what `InputStorage.keep` returned.
+    """An argument tensor of a call, and its source: a tensor, a handle of the outer frame, or what
+    `InputStorage.keep` returned.
 
     Not a dataclass, because `map_leaves` would look for tensors inside it.
     """
@@ -39,7 +39,7 @@ class Input:
         self.stop_gradient = stop_gradient
         self.stamp = stamp
         self.attributes = dict(attributes) if attributes else None
-        """What the user has put on the tensor (Paddle 3.x), as it was then."""
+        """Attributes that the user has set on the tensor (Paddle 3.x)."""
         self.what = what
 
     def fetch(self) -> paddle.Tensor:
@@ -80,9 +80,9 @@ def keep(
 
     Args:
         inputs: The arguments of a call.
-        storage: Keeps tensors that no outer frame keeps. Parameters are kept as they are.
-        pack: Gives the handles of the outer frame; None: there is no outer frame.
-        what: What each is, in errors.
+        storage: Keeps the tensors, without an outer frame. Parameters are only referenced.
+        pack: Makes handles of the outer frame; None: there is no outer frame.
+        what: The name of an input in errors.
     """
     kept: dict[int, Input] = {}
 
@@ -93,8 +93,8 @@ def keep(
         if is_parameter(leaf):
             source: Any = leaf
         elif pack is not None:
-            # Each time that it is there: an argument of the outer function, and the tensor that it
-            # captured, are one tensor in its first forward and two in its second.
+            # For each occurrence: an argument of the outer function that it also captures is one
+            # tensor in its first forward, and two in its second.
             source = pack(leaf)
         elif found is None:
             source = storage.keep(leaf)

@@ -1,4 +1,4 @@
-"""The second run of a recomputed call, compared with the first."""
+"""The second forward of a recomputed call, compared with the first."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from paddle_recompute.recompute._hooks import SavedHandle
 
 
 class KeptCall(NamedTuple):
-    """A call of `keep` in the first run of a function.
+    """A call of `keep` in the first forward of a function.
 
     Attributes:
-        part: What it has kept.
-        streams: The random streams behind it; None: the function does not restore them.
-        num_saved: How many tensors the function had saved behind it.
-        is_alone: Whether no other recomputed function has it too.
+        part: The kept part, with its outputs.
+        streams: The RNG state after it; None: the function does not restore RNG state.
+        num_saved: The number of tensors that the function had saved up to its end.
+        is_alone: Whether it belongs to no other recomputed function.
     """
 
     part: Any
@@ -41,28 +41,28 @@ class KeptCall(NamedTuple):
 
 
 class EndOfForward(BaseException):
-    """Ends a second run at the last call of `keep`, behind which nothing is saved.
+    """Ends a second forward at the last call of `keep`, if nothing is saved after it.
 
-    Whatever the function does with it: behind that call, nothing counts.
+    The function may catch it: what it does after that call has no effect.
     """
 
 
 class Recomputation:
-    """Keeps what operators save in a second run, and gives it to the handles of the first.
+    """Records the tensors that a second forward saves, and hands them to the handles of the first.
 
     Attributes:
-        call: The call that runs.
-        kept: What `keep` kept in its first run, in order.
-        end: That of these at which the run ends; None: it runs to its end.
-        has_ended: Whether it has come there.
+        call: The call.
+        kept: The calls of `keep` of the first forward, in order.
+        end: The call of `keep` at which the second forward ends; None: it runs to its end.
+        has_ended: Whether the second forward has reached `end`.
 
     Args:
         call: As above.
         kept: As above.
         end: As above.
-        metadata: Of the tensors that were saved in the first run.
-        checksums: Of their values, by number; empty: values are not compared.
-        handles: Of the first run; None where it is not in the graph any more.
+        metadata: The metadata of the tensors that the first forward saved.
+        checksums: The checksums of their values, by number; empty: values are not compared.
+        handles: The handles of the first forward; None for those that the graph has freed.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Recomputation:
         self.call, self.kept, self.end, self.has_ended = call, iter(kept), end, False
         self._first, self._checksums, self._handles = metadata, checksums, handles
         self._kept: list[Any] = []
-        """Tensors; None where there is no handle any more."""
+        """The saved tensors; None if the graph has freed the handle."""
         self._versions: list[int] = []
         self._metadata: list[TensorMetadata] = []
-        """Those of the first run, once one of them is compared by itself."""
+        """The metadata of the first forward, made when a single tensor is compared."""
         self._layouts: dict[int, TensorMetadata] = {}
-        """The metadata of the first run where a tensor lies otherwise in its memory."""
+        """The metadata of the first forward for tensors whose strides or offset differ."""
         self._difference: str | None = None
         self._is_matched = True
         self._checks_each_tensor = bool(checksums) or not all(handles)
@@ -96,8 +96,8 @@ class Recomputation:
             self._compare_metadata(len(self._kept) - 1, kept)
 
     def _compare_metadata(self, count: int, tensor: paddle.Tensor) -> None:
-        """Compare a tensor while its values are those that were saved; it is not kept if its handle
-        is not in the graph any more.
+        """Compare a tensor before it can be written to; drop it if the graph has freed its
+        handle.
         """
         self._compare(count, tensor)
         if self._handles[count] is None:
@@ -106,8 +106,8 @@ class Recomputation:
             self._note(count, f"({describe(tensor)}) has other values than in the first one")
 
     def _compare(self, count: int, tensor: paddle.Tensor) -> None:
-        """Note where a tensor differs from that of the first run, or lies otherwise in its memory:
-        a reloaded input or a copied buffer may do so.
+        """Note a difference to the first forward. Strides and offset may differ: those of reloaded
+        inputs and copied buffers do.
         """
         self._metadata = self._metadata or each_metadata(self._first)
         was, metadata = self._metadata[count], metadata_of(tensor)
@@ -115,7 +115,7 @@ class Recomputation:
             return
         self._layouts[count] = was
         if was[0] != metadata[0] or was[3] != metadata[3]:
-            # Then it is not known which tensor is which, though others may be alike by chance.
+            # From here on, tensors and handles may belong to different operators.
             self._is_matched = False
             then = f"{dtype_name(dtype_in(was))}{[*was[3]]}"
             self._note(count, f"was {then}, now it is {describe(tensor)}")
@@ -127,11 +127,11 @@ class Recomputation:
             self._difference = f"{place} {difference}"
 
     def finish(self) -> None:
-        """Compare the two runs, and give the tensors to the handles.
+        """Compare the two forwards, and hand the tensors to the handles.
 
         Raises:
-            RecomputeError: They saved different tensors, and the check is on or a handle has no
-                tensor; or it calls `keep` less often.
+            RecomputeError: They saved different tensors, and the check is on or a handle would get
+                no tensor; or the second one calls `keep` less often.
         """
         kept, num_saved = self._kept, len(self._handles)
         if self.has_ended:
@@ -143,7 +143,7 @@ class Recomputation:
             )
         if not self._checks_each_tensor and metadata_lists_of(kept) != self._first:
             for count in range(min(len(kept), num_saved)):
-                # What was changed in place since raises when it is asked for.
+                # A tensor that was changed in place raises when it is unpacked.
                 if version_of(kept[count]) == self._versions[count]:
                     self._compare(count, kept[count])
         if len(kept) != num_saved:
@@ -165,5 +165,5 @@ class Recomputation:
 
 
 def checksum(tensor: paddle.Tensor) -> int:
-    """Of the values, which are copied to the host."""
+    """The CRC-32 of the values, which are copied to the host."""
     return zlib.crc32(tensor.numpy().tobytes())

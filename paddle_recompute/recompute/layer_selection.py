@@ -1,4 +1,4 @@
-"""Which parts of a model are recomputed: name patterns, then a policy; `apply_recompute`."""
+"""Layer patterns: which parts of a model are recomputed, by name patterns and a policy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,7 @@ class RecomputeReport:
 
     def __str__(self) -> str:
         lines = [f"recompute: {len(self.wrapped)} parts in {len(self.segments)} segments"]
-        lines += [f"  checkpoints: auto chose {one}" for one in self.chosen]
+        lines += [f"  checkpoints: auto chose {names}" for names in self.chosen]
         for segment in self.segments:
             note = (
                 "" if segment[0] not in self.discard_outputs else " (in a Program, its output too)"
@@ -142,8 +142,8 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     found: tuple[str, ...] = ()
     if config.checkpoints == [AUTO]:
         blocks = find_blocks(model)
-        found = tuple(str(one) for one in blocks)
-        matches = [name for one in blocks for name in one.names]
+        found = tuple(str(block) for block in blocks)
+        matches = [name for block in blocks for name in block.names]
         _logger.info("checkpoints: auto chose %s", ", ".join(found))
     else:
         matches = _matches(parts, aliases, config.checkpoints)
@@ -160,7 +160,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     left_out.update({name: f"policy {config.policy}" for name in candidates if name not in chosen})
     wrapped = tuple(name for name in candidates if name in chosen)
     cheap = tuple(name for name in wrapped if is_cheap(parts[name]))
-    kept = _kept(parts, aliases, config.keep, wrapped)
+    kept = _kept(parts, aliases, config.keep, wrapped)  # before anything is wrapped
     wrapping: object = model
     if config.engine == "fleet":
         cheap = ()
@@ -181,8 +181,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
             for position, name in enumerate(names):
                 mark = Mark(segment, continues=position > 0, discard_outputs=name in cheap)
                 wrap_part(owners, name, parts[name], options, mark)
-        for name in kept:
-            keep_part(owners, name)
+        keep_parts(model, config.keep, wrapped)
     now = named_parts(model)[0]  # functions have become `RecomputedFunction`s
     watched = {name: now[name] for name in wrapped}
     first_step = FirstStepChecks(model, watched, wrapping, is_ours=config.engine != "fleet")
@@ -200,8 +199,23 @@ def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:
         _matches(parts, aliases, config.checkpoints)
 
 
+def keep_parts(model: paddle.nn.Layer, patterns: Sequence[str], wrapped: Collection[str]) -> None:
+    """Keep what `patterns` of ``keep`` select inside of the `wrapped` parts of `model`.
+
+    Raises:
+        SelectionError: A pattern matches nothing, or something else.
+    """
+    kept = _kept(*named_parts(model), patterns, wrapped)
+    owners = dict(model.named_sublayers(include_self=True))
+    for name in kept:
+        keep_part(owners, name)
+
+
 def _kept(
-    parts: dict[str, Any], aliases: dict[str, str], patterns: list[str], wrapped: tuple[str, ...]
+    parts: dict[str, Any],
+    aliases: dict[str, str],
+    patterns: Sequence[str],
+    wrapped: Collection[str],
 ) -> tuple[str, ...]:
     """The parts, and methods of parts, that `patterns` of ``keep`` select inside of the `wrapped`.
 
@@ -218,7 +232,7 @@ def _kept(
     for name in found:
         if not name.startswith(tuple(f"{outer}." for outer in wrapped)):
             raise SelectionError(
-                f"keep selects '{name}', which is in no recomputed part ({listed(wrapped)})"
+                f"keep selects '{name}', which is in no recomputed part ({listed([*wrapped])})"
             )
     inside = _inside_another(found)
     return tuple(name for name in found if name not in inside)
@@ -231,7 +245,7 @@ def layers_matching(model: paddle.nn.Layer, patterns: list[str]) -> list[str]:
         SelectionError: A pattern matches nothing, or ``auto`` finds no repeated blocks.
     """
     if patterns == [AUTO]:
-        return [name for one in find_blocks(model) for name in one.names]
+        return [name for block in find_blocks(model) for name in block.names]
     parts, aliases = named_parts(model)
     matches = _matches(parts, aliases, patterns)
     inside = _inside_another(matches)
@@ -279,7 +293,10 @@ _POLICIES: dict[str, Callable[[list[str], RecomputeConfig], Segments]] = {
 
 
 def _matches(
-    parts: dict[str, Any], aliases: dict[str, str], patterns: list[str], option: str = "checkpoints"
+    parts: dict[str, Any],
+    aliases: dict[str, str],
+    patterns: Sequence[str],
+    option: str = "checkpoints",
 ) -> list[str]:
     """The names that some pattern of `option` matches, in the model's order."""
     matched: set[str] = set()

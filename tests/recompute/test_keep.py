@@ -637,7 +637,6 @@ def test_patterns_that_keep_nothing_are_refused(keep_: list[str], words: str) ->
     "other",
     [
         {"engine": "fleet"},
-        {"policy": "budget", "memory_budget": 1},
         {"offload_parameters": "host", "num_shards": 2},
     ],
 )

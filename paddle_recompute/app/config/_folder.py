@@ -134,9 +134,9 @@ class ModelFolder:
             ConfigError: They contradict each other.
         """
         faults = [
-            f"model.{one} is {given[one]!r}, and {self.said_in} says {there!r}"
-            for one, there in self.settings.items()
-            if one not in _OF_TRAINING and given.get(one, there) != there
+            f"model.{key} is {given[key]!r}, and {self.said_in} says {there!r}"
+            for key, there in self.settings.items()
+            if key not in _OF_TRAINING and given.get(key, there) != there
         ]
         if faults:
             raise ConfigError(
@@ -210,7 +210,8 @@ def _of_weights(section: dict[str, Any]) -> dict[str, Any]:
         unused.add("vocab_size")  # it is that of the tokenizer now
     if section.get("towers") == "shared":
         unused.add("towers")  # two may start from it
-    return {n: one for n, one in section.items() if one is not None and n not in unused}
+    given = {name: value for name, value in section.items() if value is not None}
+    return {name: value for name, value in given.items() if name not in unused}
 
 
 def newest_checkpoint(path: Path) -> Path | None:

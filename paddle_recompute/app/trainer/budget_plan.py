@@ -83,6 +83,7 @@ def make_budget_plan(
         signature=job.signature(),
         checkpoints=tuple(config.recompute.checkpoints),
         preserve_rng_state=config.recompute.preserve_rng_state,
+        keep=tuple(config.recompute.keep),
         or_smallest=True,
     )
 

@@ -84,6 +84,7 @@ def memory_report(
             signature=job.signature(),
             checkpoints=tuple(config.recompute.checkpoints),
             preserve_rng_state=config.recompute.preserve_rng_state,
+            keep=tuple(config.recompute.keep),
         )
         steps[f"plan for {format_bytes(budget)}"] = plan.timeline
     plain = steps["plain"].seconds
@@ -100,6 +101,8 @@ def memory_report(
     head = ["policy", "peak", "extra time", "peak at", *(["largest batch"] if batches else [])]
     rows = [_row(policy, budget)[: len(head)] for policy in policies]
     title = f"one rank, {config.micro_batch} pairs per micro-batch of full length"
+    if config.recompute.keep:
+        title += f"; recomputed blocks keep {', '.join(config.recompute.keep)}"
     words = "\n".join(_words(config, costs, plan))
     files: tuple[Path, ...] = ()
     if folder is not None:

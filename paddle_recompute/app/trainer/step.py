@@ -99,7 +99,7 @@ class Objective:
         inputs, ids = inputs_of_cache(batch)
         sides = ("query", "positive", "negatives")
         query, positive, *negatives = [
-            encoder_of(model, side)(one) for side, one in zip(sides, inputs, strict=False)
+            encoder_of(model, side)(tensor) for side, tensor in zip(sides, inputs, strict=False)
         ]
         if negatives:
             shape = [*batch["negatives"].shape[:2], query.shape[-1]]

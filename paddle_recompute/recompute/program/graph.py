@@ -162,7 +162,7 @@ class Graph(abc.ABC):
             return why
         # A copy of the operator would read the changed values.
         only_written = self.running_statistics(position)
-        read = (one for one in self.inputs(position) if one not in only_written)
+        read = (variable for variable in self.inputs(position) if variable not in only_written)
         if any(map(self._is_changed_in_place, read)):
             return "it was computed from a variable that is changed in place"
         return None

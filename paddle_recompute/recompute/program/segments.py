@@ -126,7 +126,11 @@ def warn_of_crossings(segments: Iterable[ProgramSegment], graph: Graph) -> None:
     The warning is given if such variables are larger than the checkpoint.
     """
     for segment in segments:
-        crossing = [one for one in crossing_variables(segment, graph) if one not in segment.ends]
+        crossing = [
+            variable
+            for variable in crossing_variables(segment, graph)
+            if variable not in segment.ends
+        ]
         size, own = (sum(map(graph.num_bytes, names)) for names in (crossing, segment.ends))
         if segment.ends and size > own:
             largest = sorted(crossing, key=graph.num_bytes, reverse=True)[:3]

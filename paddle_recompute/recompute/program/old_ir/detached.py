@@ -21,15 +21,15 @@ def copy_detached(program: paddle.static.Program) -> None:
     A variable that is changed in place on purpose is skipped, because both names must change.
     Costs one copy of each detached variable.
     """
-    operators = [one for block in program.blocks for one in block.ops if old_ir.is_forward(one)]
-    writers = Counter(name for one in operators for name in old_ir.outputs_of(one))
-    shared = [one for one in operators if one.type == "share_data"]
+    operators = [op for block in program.blocks for op in block.ops if old_ir.is_forward(op)]
+    writers = Counter(name for operator in operators for name in old_ir.outputs_of(operator))
+    shared = [operator for operator in operators if operator.type == "share_data"]
     written = {name for name, count in writers.items() if count > 1}
     for _ in shared:  # names may be shared in a chain: repeat for the longest one
-        for one in shared:
-            names = {*old_ir.inputs_of(one), *old_ir.outputs_of(one)}
+        for alias in shared:
+            names = {*old_ir.inputs_of(alias), *old_ir.outputs_of(alias)}
             if names & written:
                 written |= names
-    for one in shared:
-        if not written.intersection(old_ir.inputs_of(one)):
-            old_ir.copy_instead(one)
+    for alias in shared:
+        if not written.intersection(old_ir.inputs_of(alias)):
+            old_ir.copy_instead(alias)

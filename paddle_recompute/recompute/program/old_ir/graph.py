@@ -33,8 +33,8 @@ class OldIrGraph(graph.Graph):
             old_ir,
             program,
             ops,
-            [p for p, one in enumerate(ops) if old_ir.is_forward(one)],
-            [p for p, one in enumerate(ops) if old_ir.is_backward(one) and id(one) not in earlier],
+            [p for p, op in enumerate(ops) if old_ir.is_forward(op)],
+            [p for p, op in enumerate(ops) if old_ir.is_backward(op) and id(op) not in earlier],
         )
         self._sharing: dict[str, list[str]] = {}  # for each name, all names of its memory
         for operator in ops:
@@ -42,7 +42,9 @@ class OldIrGraph(graph.Graph):
             inner_read, inner_written = old_ir.named_in_bodies(operator)
             if operator.type == "share_data":
                 members = [
-                    one for name in (*inputs, *outputs) for one in self._sharing.get(name, [name])
+                    shared
+                    for name in (*inputs, *outputs)
+                    for shared in self._sharing.get(name, [name])
                 ]
                 self._sharing.update(dict.fromkeys(members, members))
             # "depend" lists an output but does not write it.

@@ -27,7 +27,7 @@ def ask_for_both_gradients(program: paddle.static.Program) -> None:
                 if inner.name() != "pd_op.matmul":
                     continue
                 factors = pir.operands_of(inner)
-                if all(one.stop_gradient for one in factors):
+                if all(term.stop_gradient for term in factors):
                     continue
                 for factor in factors:
                     if factor.stop_gradient and pir.dtype_name(factor) == "bfloat16":

@@ -35,7 +35,7 @@ class PirGraph(graph.Graph):
         self._values: dict[str, Value] = {}  # before the Program: they must die first
         operations = pir.operations(program)
         end = _end_of_forward(operations, before)
-        computing = [p for p, one in enumerate(operations) if one.name() not in pir.SOURCES]
+        computing = [p for p, op in enumerate(operations) if op.name() not in pir.SOURCES]
         super().__init__(
             pir,
             program,
@@ -49,7 +49,7 @@ class PirGraph(graph.Graph):
             self._add(
                 self._named(pir.operands_of(operation)),
                 results,
-                self._named(value for one in inner for value in pir.operands_of(one)),
+                self._named(value for op in inner for value in pir.operands_of(op)),
                 results,
             )
         self._constants: set[int] = set()
@@ -81,7 +81,7 @@ class PirGraph(graph.Graph):
         if self.memory.is_shared(self.value(name)):
             return "another variable may share its memory"
         is_part = self.kind(position) in ("builtin.split", "builtin.slice")
-        if is_part and any(one in kept for one in self.inputs(position)):
+        if is_part and any(value in kept for value in self.inputs(position)):
             return "it is part of a list that is kept"
         return None
 
@@ -121,8 +121,8 @@ class PirGraph(graph.Graph):
 
 def _end_of_forward(operations: list[Operation], before: Sequence[Operation] | None) -> int:
     if before is None:
-        first = (p for p, one in enumerate(operations) if one.has_attr(FIRST_BACKWARD))
+        first = (p for p, operation in enumerate(operations) if operation.has_attr(FIRST_BACKWARD))
         return next(first, len(operations))
     # Paddle inserts operators (stacks of a cond or while) at the front while it appends the
     # backward, so the number of operators from before would be wrong.
-    return [one.id() for one in operations].index(before[-1].id()) + 1
+    return [operation.id() for operation in operations].index(before[-1].id()) + 1
