@@ -30,7 +30,6 @@ FORMS = {
     "before": (),
     "dropout": ("dropout",),
     "mask": ("dropout", "add_mask"),
-    "bias": (*PADDLES,),
 }
 """The forms that are on, by the last one."""
 
