@@ -1,8 +1,8 @@
-"""Gradients that do not stay in ``.grad``, because their parameters are on the device by turns.
+"""Gradients of offloaded parameters, which do not stay in ``.grad``.
 
-Their owner collects them, has them summed a piece at a time, in an order of its own that is the
-same on all ranks, and gives them to the optimizer. `GradientSync` tells it which backward is the
-last one of a step, and leaves its parameters out of its own buckets.
+`OffloadedGradients` collects them, averages them over the ranks piece by piece, in an order that is
+the same on all ranks, and passes them to the optimizer. `GradientSync` announces the last backward
+of a step, and leaves these parameters out of its own buckets.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class SentPiece:
         """The means, of the dtypes of the parameters; None for parameters without elements.
 
         Args:
-            keep: Whether they stay; else they are pieces of the memory that has travelled.
+            keep: Whether to copy the means; else they are views of the buckets.
         """
         gradients: list[paddle.Tensor | None] = [None] * len(self._parameters)
         for bucket, flat, task in self.parts:

@@ -1,4 +1,5 @@
-"""Which calls are recomputed, so that a step stays within a budget and takes the least time.
+"""The planner's search: which calls to recompute, so that a step stays within a budget of bytes and
+takes the least time.
 
 If the backward visits the calls in the reverse order of the forward, they form a chain, and the
 calls that are alive at an `Event` (after their forward, before their backward) are the first ones

@@ -1,9 +1,9 @@
 """Pending metrics: losses and gradient norms not yet copied to the host.
 
-To read a number of a step, the host waits until the device has made the step, and meanwhile puts no
-more work into its queue. So nothing is copied before it is asked for, and what follows from the
-numbers is done on the device: where loss or norm of a step is not finite, this step and all after
-it leave the parameters unchanged. The error is raised when one of these steps is read.
+To read a number of a step, the host must wait for the device, and queues no work meanwhile. So
+numbers are copied only when they are read, and decisions are made on the device: if loss or norm of
+a step is not finite, neither this step nor later ones change the parameters. The error is raised
+when the result of one of these steps is read.
 """
 
 from __future__ import annotations

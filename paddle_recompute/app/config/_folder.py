@@ -127,20 +127,20 @@ class ModelFolder:
     limits: tuple[int, int] | None = None
     vocabulary: str = ""
 
-    def completed(self, given: dict[str, Any], name: str = "model.init_from") -> dict[str, Any]:
-        """`given`, the section ``model``, with what the folder of its setting `name` says.
+    def completed(self, given: dict[str, Any]) -> dict[str, Any]:
+        """`given`, the section ``model``, with what the folder says.
 
         Raises:
             ConfigError: They contradict each other.
         """
         faults = [
-            f"model.{one} is {given[one]!r}, and {self.said_in} says {there!r}"
-            for one, there in self.settings.items()
-            if one not in _OF_TRAINING and given.get(one, there) != there
+            f"model.{key} is {given[key]!r}, and {self.said_in} says {there!r}"
+            for key, there in self.settings.items()
+            if key not in _OF_TRAINING and given.get(key, there) != there
         ]
         if faults:
             raise ConfigError(
-                f"{name}: {'; '.join(faults)}. The weights belong to that; "
+                f"{'; '.join(faults)}. The weights belong to that; "
                 "remove the setting from the configuration"
             )
         return {**self.assumed, **self.settings, **given}
