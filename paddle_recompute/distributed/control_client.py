@@ -142,10 +142,10 @@ class ControlClient:
         digests = self.exchange(label, scope, digest, limit=_MAX_SHOWN_VALUES)
         if len(digests) == 1:
             return None
-        senders = [group.ranks[0] for group in digests]
+        senders = [found.ranks[0] for found in digests]
         values = self.exchange(label, scope, content if self.rank in senders else None)
         content_of = {rank: value.content for value in values for rank in value.ranks}
-        return [RankValue(group.ranks, content_of[group.ranks[0]]) for group in digests]
+        return [RankValue(found.ranks, content_of[found.ranks[0]]) for found in digests]
 
     def wait_until(
         self,
