@@ -96,13 +96,7 @@ class ControlClient:
         self._link.start(self._hear, self._tick)
 
     def exchange(
-        self,
-        label: str,
-        scope: Scope,
-        value: Any = None,
-        *,
-        lane: str = "main",
-        max_values: int = 0,
+        self, label: str, scope: Scope, value: Any = None, *, lane: str = "main", limit: int = 0
     ) -> list[RankValue]:
         """Wait for all ranks of `scope`, and return the value of each.
 
@@ -116,8 +110,7 @@ class ControlClient:
             lane: Name of a sequence of exchanges; ranks meet in its order. A background thread has
                 a lane of its own. The main thread uses one lane for all exchanges of the same
                 ranks, so that ranks at different calls are detected.
-            max_values: How many different values are returned at most; the same on all ranks. 0:
-                all.
+            limit: How many different values are returned at most; the same on all ranks. 0: all.
 
         Returns:
             The different values in the order of the first rank of each; one if all are the same.
@@ -129,7 +122,7 @@ class ControlClient:
         self.check(scope, label)
         channel = f"{scope.ranks_key}/{lane}"
         answer = self._answers[channel] = _Answer()
-        fields = {"channel": channel, "size": len(scope.ranks), "label": label, "most": max_values}
+        fields = {"channel": channel, "size": len(scope.ranks), "label": label, "most": limit}
         self._link.send({"kind": "arrive", **fields, "value": value})
         self.wait_until(answer.arrived.wait, label, scope)
         by_value = answer.by_value
@@ -146,13 +139,13 @@ class ControlClient:
         content. Arguments and errors are those of `exchange`.
         """
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        digests = self.exchange(label, scope, digest, max_values=_MAX_SHOWN_VALUES)
+        digests = self.exchange(label, scope, digest, limit=_MAX_SHOWN_VALUES)
         if len(digests) == 1:
             return None
-        senders = [group.ranks[0] for group in digests]
+        senders = [found.ranks[0] for found in digests]
         values = self.exchange(label, scope, content if self.rank in senders else None)
         content_of = {rank: value.content for value in values for rank in value.ranks}
-        return [RankValue(group.ranks, content_of[group.ranks[0]]) for group in digests]
+        return [RankValue(found.ranks, content_of[found.ranks[0]]) for found in digests]
 
     def wait_until(
         self,
