@@ -17,7 +17,8 @@ a class, a weak reference) is added when the first forward calls it.
 
 **State that the forward itself changes.** Attributes that it assigns are restored if they are
 Layers, tensors, None or other objects, together with the numbers of the same object; so are lists
-and dicts of such objects. So a cache (keys and values of attention) is filled a second time. Other
+and dicts of such objects. So a cache (keys and values of attention) is filled a second time. A Layer
+or parameter that it builds where none was is kept, with the numbers of the same object. Other
 numbers, and lists and dicts of data, keep their new value: a counter counts both forwards. Numbers
 of a Layer with buffers are restored, because they may say that the buffers are filled.
 """
@@ -135,7 +136,7 @@ class CapturedState:
     """
 
     __slots__ = (
-        "_captured", "_search", "_tensors", "is_settled", "may_change_flags", "may_draw",
+        "_captured", "_found", "_search", "_tensors", "is_settled", "may_change_flags", "may_draw",
         "may_seed", "reads_statistics", "snapshot",
     )  # fmt: skip
 
@@ -147,12 +148,15 @@ class CapturedState:
         self.may_change_flags = search.may_change_flags
         self._tensors = self._captured = search.tensors
         self._search: _Search | None = search
+        self._found: AbstractSet[int] | None = None
 
     def add_called(self, layer: paddle.nn.Layer) -> None:
         """Add the state of `layer`, which the first forward calls and the search did not find."""
         if (search := self._search) is None:  # this call uses the captured state of an earlier one
             self.snapshot.add_flags(layers_below(layer))
             return
+        if self._found is None:
+            self._found = search.found()
         search._visit(layer, "")
         search._look_up_names()
         self.reads_statistics = search.reads_statistics
@@ -160,8 +164,12 @@ class CapturedState:
 
     def after_forward(self) -> None:
         """Accept the changes of the first forward that are not restored: see the module."""
-        self._search = None  # it refers to tensors with their graphs
-        self.is_settled = self.snapshot.after_forward() and not self.may_change_flags
+        search, found = self._search, self._found
+        self._search = self._found = None  # it refers to tensors with their graphs
+        is_unchanged = self.snapshot.after_forward(
+            self.snapshot.found if search is None else lambda: found or search.found()
+        )
+        self.is_settled = is_unchanged and not self.may_change_flags
         if self._tensors:
             self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
 
@@ -224,6 +232,10 @@ class _Search:
         search.may_draw |= bool(search._objects)
         search._look_up_names()
         return search
+
+    def found(self) -> AbstractSet[int]:
+        """The ids of what was found so far."""
+        return self._seen.keys() | self.snapshot.found()
 
     @property
     def reads_statistics(self) -> bool:

@@ -1,0 +1,166 @@
+"""The second forward reads the Layer or parameter of the first one, although that rebinds it."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from tests.recompute.contract import Run, Seen, case, leaf
+
+Get = Callable[[], Any]
+Set = Callable[[Any], None]
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    held: Any
+
+
+class Plain:
+    held: Any
+
+
+held_in_module: Any = None
+
+
+def in_object(holder: Any) -> tuple[Get, Set]:
+    def get() -> Any:
+        return holder.held
+
+    def put(value: Any) -> None:
+        holder.held = value
+
+    return get, put
+
+
+def in_items(items: Any, key: Any) -> tuple[Get, Set]:
+    def get() -> Any:
+        return items[key]
+
+    def put(value: Any) -> None:
+        items[key] = value
+
+    return get, put
+
+
+def in_cell() -> tuple[Get, Set]:
+    held = None
+
+    def get() -> Any:
+        return held
+
+    def put(value: Any) -> None:
+        nonlocal held
+        held = value
+
+    return get, put
+
+
+def in_global() -> tuple[Get, Set]:
+    def get() -> Any:
+        return held_in_module
+
+    def put(value: Any) -> None:
+        global held_in_module
+        held_in_module = value
+
+    return get, put
+
+
+def in_entries(name: str) -> tuple[Get, Set]:
+    """An entry of the sublayers or parameters of a Layer, replaced past its ``__setattr__``."""
+    layer = paddle.nn.Layer()
+
+    def get() -> Any:
+        return getattr(layer, name).get("held")
+
+    def put(value: Any) -> None:
+        getattr(layer, name)["held"] = value
+
+    return get, put
+
+
+HOLDERS: dict[str, Callable[[], tuple[Get, Set]]] = {
+    "an attribute of an object": lambda: in_object(Plain()),
+    "a slot": lambda: in_object(Slotted()),
+    "an attribute of a Layer": lambda: in_object(paddle.nn.Layer()),
+    "a list": lambda: in_items([None], 0),
+    "a deque": lambda: in_items(collections.deque([None]), 0),
+    "a dict": lambda: in_items({"held": None}, "held"),
+    "a variable of the closure": in_cell,
+    "a global": in_global,
+    "the sublayers of a Layer": lambda: in_entries("_sub_layers"),
+    "the parameters of a Layer": lambda: in_entries("_parameters"),
+}
+
+
+def make(kind: str) -> Any:
+    layer = paddle.nn.Linear(4, 4)
+    return layer if kind == "Layer" else layer.weight
+
+
+def apply(held: Any, x: paddle.Tensor) -> paddle.Tensor:
+    return (held(x) if isinstance(held, paddle.nn.Layer) else x @ held).tanh()
+
+
+PLACES = [
+    (kind, holder)
+    for kind in ("Layer", "parameter")
+    for holder in HOLDERS
+    if kind != {"the sublayers of a Layer": "parameter"}.get(holder)
+    if kind != {"the parameters of a Layer": "Layer"}.get(holder)
+]
+
+
+@case(
+    "a {place[0]} in {place[1]} that the forward exchanges after its use, at first {first}",
+    place=PLACES,
+    first=["another one", "None"],
+    num_listed=1,
+)
+def test_exchange(run: Run, place: tuple[str, str], first: str) -> Seen:
+    kind, holder = place
+    get, put = HOLDERS[holder]()
+    made = [make(kind) for _ in range(3)]
+    put(made[0] if first == "another one" else None)
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        held = get()
+        y = apply(made[1] if held is None else held, x)
+        put(made[2])
+        return y
+
+    x = leaf(2, 4)
+    outputs = [run(function, x * 2) for _ in range(2)]
+    sum(y.sum() for y in outputs).backward()
+    return {"outputs": outputs, "x": x, "made": made, "is last": get() is made[2]}
+
+
+@case(
+    "a {place[0]} in {place[1]} that the first forward builds, {how}",
+    place=PLACES,
+    how=["where None was", "with a flag", "in place of another one"],
+    num_listed=0,
+)
+def test_building(run: Run, place: tuple[str, str], how: str) -> Seen:
+    kind, holder = place
+    get, put = HOLDERS[holder]()
+    old = make(kind) if how == "in place of another one" else None
+    put(old)
+    is_built = False
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        nonlocal is_built
+        if not is_built if how == "with a flag" else get() is old:
+            put(make(kind))
+            is_built = True
+        return apply(get(), x)
+
+    x = leaf(2, 4)
+    outputs = [run(function, x * 2) for _ in range(2)]
+    sum(y.sum() for y in outputs).backward()
+    return {"outputs": outputs, "x": x, "made": get(), "is built": is_built}
