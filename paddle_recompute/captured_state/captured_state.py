@@ -17,10 +17,10 @@ a class, a weak reference) is added when the first forward calls it.
 
 **State that the forward itself changes.** Attributes that it assigns are restored if they are
 Layers, tensors, None or other objects, together with the numbers of the same object; so are lists
-and dicts of such objects. So a cache (keys and values of attention) is filled a second time. A Layer
-or parameter that it builds where none was is kept, with the numbers of the same object. Other
-numbers, and lists and dicts of data, keep their new value: a counter counts both forwards. Numbers
-of a Layer with buffers are restored, because they may say that the buffers are filled.
+and dicts of such objects. So a cache (keys and values of attention) is filled a second time. A
+Layer or parameter that the forward builds where none was is kept. Other numbers, and lists and
+dicts of data, keep their new value: a counter counts both forwards. Numbers of a Layer with buffers
+are restored, because they may say that the buffers are filled.
 """
 
 from __future__ import annotations
