@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--optimizer", choices=SETTINGS, default="lamb")
     arguments = parser.parse_args()
-    config = load_config(YAML, [f"strategy.{one}" for one in SETTINGS[arguments.optimizer]])
+    config = load_config(YAML, [f"strategy.{setting}" for setting in SETTINGS[arguments.optimizer]])
     paddle.seed(0)
     model = paddle.nn.Sequential(
         paddle.nn.Linear(16, 64), paddle.nn.GELU(), paddle.nn.Linear(64, 1)

@@ -34,7 +34,7 @@ def make_step(static: bool) -> TrainStep | StaticTrainStep:
     """One step in dygraph or as a Program; both are called in the same way."""
     if static:
         settings = ["amp=true", "amp_configs.dtype=bfloat16"]
-        overrides = [f"strategy.{one}" for one in settings]
+        overrides = [f"strategy.{setting}" for setting in settings]
         overrides += ["recompute.enable=false", "train.learning_rate=0.01"]
         return StaticTrainStep(load_config(YAML, overrides), make_model, loss_fn)
     model = make_model()

@@ -63,8 +63,8 @@ class DivergenceError(PaddleRecomputeError, ArithmeticError):
     """The loss or the gradient is not finite.
 
     Attributes:
-        steps_ago: In which step: 0 is the one that was just made, or whose result was looked at,
-            1 the one before it.
+        steps_ago: 0: in the step that was just made or whose result was read; 1: in the step
+            before.
     """
 
     steps_ago = 0

@@ -30,6 +30,13 @@ GONE = {
     r"\baccuses?\b": "reports",
     r"\bjournal\b": "event log",
     r"\bunread_steps\b": "pending metrics",
+    r"\btravel(s|led|ling)?\b": "sent, gathered, offloaded",
+    r"\bin vain\b": "cannot complete",
+    r"\bRngReplay\b|paddle_recompute[./]replay\b": "captured_state",
+    r"\bshared_out\b|\bowner_of\b": "owner_ranks, offloaded_gradients_of",
+    r"\bmeasure_step\b": "measure_peak, measure_costs",
+    r"\bin-location\b": "in-place",
+    r"\bfor (\w+, )*one in (?!a )": "what the loop variable is",
 }
 
 

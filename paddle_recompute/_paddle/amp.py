@@ -94,7 +94,7 @@ def amp_off() -> Iterator[None]:
 def operator_names() -> frozenset[str]:
     """Every name that this Paddle has for an operator, in dygraph and in either kind of Program.
 
-    The lists of ``auto_cast`` take any word and look for it in vain. There is no public list:
+    The lists of ``auto_cast`` accept any word, also names of no operator. There is no public list:
     ``core.get_all_op_names`` has those of the old representation, ``paddle._C_ops`` those of
     dygraph and PIR, ``paddle.amp.amp_lists`` fused ones (2.6, 3.x). Can go when ``auto_cast``
     refuses what it does not know.

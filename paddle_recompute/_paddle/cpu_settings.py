@@ -99,7 +99,7 @@ def use_cpu_settings_and_say_so() -> None:
         _logger.warning("CPU settings: %s; %s=0 switches this off (%s)", done, SWITCH, _PAGE)
 
 
-def say_what_is_missing() -> None:
+def log_missing_cpu_settings() -> None:
     """Log once which settings would make this process faster; nothing is changed."""
     missing = missing_cpu_settings()
     found = {**missing.set, **missing.late}

@@ -99,14 +99,14 @@ def metadata_of(tensor: paddle.Tensor) -> TensorMetadata:
     """What a tensor lists like, and how it lies in its memory (``strides``, ``offset``; 2.6, 3.x).
 
     ``nn.LSTM`` in eval mode saves a tensor without memory, ``paddle.einsum`` an empty one: 3.3 and
-    2.6 end the process where the strides of such a tensor are asked. Both are contiguous.
+    2.6 crash when the strides of such a tensor are read. Both are contiguous.
     """
     strides = None if tensor.is_contiguous() else tensor.strides
     return dtype_of(tensor), strides, tensor.offset, tensor.shape
 
 
 MetadataLists = tuple[list[Any], list[Any], list[Any], list[Any]]
-"""`Look` of many tensors, side by side, the sizes of all shapes in one list with a None behind each
+"""The metadata of many tensors as four lists, the sizes of all shapes in one with a None after each
 shape: few objects for the garbage collector."""
 
 
@@ -126,7 +126,7 @@ def metadata_lists_of(tensors: list[Any]) -> MetadataLists:
 
 
 def each_metadata(lists: MetadataLists) -> list[TensorMetadata]:
-    """Those that lie side by side."""
+    """The metadata of each tensor, from the lists."""
     dtypes, strides, offsets, sizes = lists
     shapes: list[list[int]] = [[]]
     for size in sizes:

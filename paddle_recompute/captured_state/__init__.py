@@ -5,13 +5,7 @@ globals, attributes), `layer_state` (buffers, parameters) and `rng_state`; `writ
 that were written to in between.
 """
 
-from paddle_recompute.captured_state.call import (
-    RECOMPUTATION_ADVICE,
-    Call,
-    add_note,
-    is_recomputing,
-    name_of,
-)
+from paddle_recompute.captured_state.call import RECOMPUTATION_ADVICE, Call, is_recomputing, name_of
 from paddle_recompute.captured_state.called_layers import on_every_call
 from paddle_recompute.captured_state.captured_state import CapturedState, layers_of
 from paddle_recompute.captured_state.layer_state import StateAfter
@@ -37,7 +31,6 @@ __all__ = [
     "RngState",
     "Stamp",
     "StateAfter",
-    "add_note",
     "is_recomputing",
     "is_written_since",
     "layers_of",

@@ -260,7 +260,7 @@ class Call:
                     f"The second forward of {self.name} raised {type(error).__name__}, its "
                     f"first forward did not: {_first_line(error)}. {RECOMPUTATION_ADVICE}"
                 ) from error
-            add_note(error, f"This happened in the second forward of {self.name}.")
+            _add_note(error, f"This happened in the second forward of {self.name}.")
             raise
         finally:
             _depth.now -= 1
@@ -333,8 +333,7 @@ def _described(outline: list[tuple[Any, ...]]) -> list[str]:
     ]
 
 
-def add_note(error: BaseException, note: str) -> None:
-    """Add `note` to what is printed of `error`."""
+def _add_note(error: BaseException, note: str) -> None:
     # PEP 678 notes exist from Python 3.11; on 3.10 the note becomes the cause.
     if hasattr(error, "add_note"):
         if note not in getattr(error, "__notes__", ()):

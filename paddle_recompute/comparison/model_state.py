@@ -1,9 +1,8 @@
-"""What a forward and backward can change of a model: captured, isolated for one run, put back.
+"""The state of a model that a forward and backward can change: captured, isolated, restored.
 
-A run `ModelState.isolated` sees the model's values and leaves no trace: it reads leaves of its own
-in place of the trained parameters, so that no ``.grad``, hook or collective takes part, and copies
-of the buffers. A run without isolation works on the user's own tensors; `StepState` puts the values
-back after it.
+A run under `ModelState.isolated` changes nothing: it reads leaf tensors of its own in place of the
+trained parameters, so that no ``.grad``, hook or collective is involved, and copies of the buffers.
+A run without isolation works on the user's own tensors; `StepState` restores the values after it.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class ModelState:
                         self._buffers[_joined(name, str(key))] = holder[key], holder, key
 
     def restore(self) -> None:
-        """Let everything be as it was captured, the values of tensors apart."""
+        """Restore the captured state, except the values of tensors."""
         for _, layer, attributes in self._layers:
             now = vars(layer)
             if now.keys() != attributes.keys() or any(now[k] is not attributes[k] for k in now):
@@ -81,8 +80,8 @@ class ModelState:
 
     @contextlib.contextmanager
     def isolated(self, leaves: Mapping[str, paddle.Tensor]) -> Iterator[None]:
-        """Inside, the model holds `leaves` in place of the parameters of these names, and copies of
-        its buffers; the random streams are as captured. Afterwards everything is put back.
+        """Inside, the model has `leaves` in place of the parameters of these names, copies of its
+        buffers, and the captured RNG state. Afterwards all is restored.
         """
         others = {id(self.trained[name]): leaf for name, leaf in leaves.items()}
         for tensor, _, _ in self._buffers.values():

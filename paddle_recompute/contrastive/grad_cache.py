@@ -22,12 +22,12 @@ from paddle_recompute.distributed import is_distributed
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.grad_sync import GradientSync
 
-# Before any hook on a parameter is registered: later hooks can then wait for the sum.
+# At import: only hooks registered from now on can be deferred to the sum over all chunks.
 watch_hooks()
 
 Encoder = Callable[..., Any]
 CHECK_EVERY = 64
-"""One of so many calls of `GradCache.backward` waits for the device to check the recomputation."""
+"""Every so many calls, `GradCache.backward` waits for the device to check the recomputation."""
 _NAMES = ("query", "positive")
 
 
@@ -85,8 +85,8 @@ class GradCache:
     ``is_recomputing()`` is true the second time. The device compares each row of the second forward
     with the first. If they differ, it sets the gradient of the encoder's last chunk, and so the
     sum, to NaN in this call. The host raises in the first call, in every 64th and in
-    `check_repetition`, because it must wait for the device to learn of it. `TrainStep` skips the
-    update of such a step.
+    `check_repetition`, because reading the result makes it wait for the device. `TrainStep` skips
+    the update of such a step.
 
     Args:
         encoders: One encoder for both sides (tied), or a pair: (for queries, for positives). Each
@@ -103,15 +103,15 @@ class GradCache:
             one after the other; in a plain ``loss.backward()`` Paddle's engine alternates between
             the encoders' operators, so it holds a recomputed block of each at the same time.
         chunk_tokens: Instead of `chunk_size`: the most tokens of a chunk, padding included.
-            Rows are sorted by length, and integer or boolean tensors ``[batch, length]`` (ids,
-            masks, token types), floating-point ones if "mask" is in their name, are cut to the
-            longest row of the chunk, and so are masks of more axes, ``[batch, 1, 1, length]``. Less
+            Rows are sorted by length. These are truncated to the longest row of the chunk: integer
+            and boolean tensors ``[batch, length]`` (ids, masks, token types), floating-point ones
+            with "mask" in their name, and masks of more axes, ``[batch, 1, 1, length]``. Less
             padding is computed, which can save the time of the second forward. The encoder must not
             depend on trailing padding. It should return one vector per row. Hidden states
             ``[batch, length, dim]`` are concatenated too, padded with zeros, but all of them, and
             their gradient if the loss uses them, stay in memory. Costs one copy of the inputs'
             lengths to the host per step. An input without such tensors, as the images of CLIP, is
-            cut into as many chunks as the texts; `chunk_size` sets its rows per chunk instead.
+            split into as many chunks as the texts; `chunk_size` sets its rows per chunk instead.
         sync: Synchronizes the gradients of all ranks, once per step, while the backward of the last
             chunk runs. It must cover all trained parameters of the encoders and the loss. None:
             gradients are not synchronized.
@@ -119,10 +119,11 @@ class GradCache:
             row, ``[batch]``, without trailing padding. None: lengths are read from the first of
             these that exists, in which 0 is padding: attention_mask, input_mask, mask, input_ids,
             token_ids, ids, tokens. token_type_ids, segment_ids, task_type_ids, position_ids,
-            special_tokens_mask and global_attention_mask are cut to the same length; a tensor of
-            the same width with any other name is cut only where it is 0, too. If none of these
-            names exists, as in a tuple, all tensors are read: a column is padding if all are 0
-            there, and they must have the same width. The order of keys does not matter.
+            special_tokens_mask and global_attention_mask are truncated to the same length. In a
+            tensor of the same width with any other name, columns that are not 0 count as tokens
+            too. If none of these names exists, as in a tuple, all tensors are read: a column is
+            padding if all are 0 there, and they must have the same width. The order of keys does
+            not matter.
 
     Raises:
         ConfigError: `chunk_size` or `chunk_tokens` is less than 1;
@@ -162,7 +163,7 @@ class GradCache:
                 "pass sync=GradientSync(encoder), which does it once per step, or the bare Layer"
             )
         _check_hooks([*self._encoders, loss])
-        self._repeated: list[tuple[str, paddle.Tensor]] = []
+        self._unread_checks: list[tuple[str, paddle.Tensor]] = []
         self._num_calls = 0
         self.num_chunks = 0
         """Number of chunks in the last step, over all inputs."""
@@ -183,7 +184,7 @@ class GradCache:
         ``BatchEncoding`` is a dict here) whose tensors all have the batch as their first axis. It
         is passed to the encoder as in a plain call: a dict as keyword arguments if the encoder has
         arguments of these names, a tuple or list as positional arguments if it has that many,
-        anything else as one argument. ``(value,)`` is always the one argument `value`.
+        anything else as one argument. ``(value,)`` passes `value` as one argument, whatever it is.
 
         A NumPy array is passed to the encoder as a Tensor, chunk by chunk. It need not fit on the
         device, nor in memory if it is a ``numpy.memmap``.
@@ -212,12 +213,12 @@ class GradCache:
             caller or a GradScaler must check it.
 
         Raises:
-            DataError: The inputs have no rows, different numbers of rows, or need a gradient; or an
-                encoder's output does not have one row per row; or the ranks have different numbers
-                of chunks under ``offload="ranks"``.
+            DataError: The inputs have no rows, different numbers of rows, or need a gradient; an
+                encoder's output does not have one row per input row; or the ranks have different
+                numbers of chunks under ``offload="ranks"``.
             ConfigError: The loss is not a scalar, or does not depend on a trained parameter; it is
-                not clear which tensor `chunk_tokens` must cut; no input has tokens; all inputs have
-                tokens and `chunk_size` was given, too; the encoder was decorated with
+                not clear which tensor `chunk_tokens` must truncate; no input has tokens; all inputs
+                have tokens and `chunk_size` was given, too; the encoder was decorated with
                 ``master_grad=True``; or the call is under ``paddle.no_grad`` or while a static
                 graph is built.
             RecomputeError: The second forward of a chunk differs from the first (by 5 % of the
@@ -242,7 +243,7 @@ class GradCache:
                 with amp_off():
                     for encoder, chunk in earlier:
                         encoder.backward(chunk)
-                    if self._is_checked:  # raise before other ranks wait for this one
+                    if self._reads_check:  # raise before other ranks wait for this one
                         self._note_recomputation(in_order)
             with self._synchronizing(sync, now=last), amp_off():
                 for encoder, chunk in final:
@@ -272,24 +273,24 @@ class GradCache:
         """Check that the second forwards returned the values of the first ones; waits for the
         device.
 
-        `backward` calls it in its first call, and then in one of 64.
+        `backward` calls it in its first call and in every 64th.
 
         Raises:
             RecomputeError: A second forward differs; the gradients of its call are NaN.
         """
-        repeated, self._repeated = self._repeated, []
-        check_repetition(repeated)
+        unread, self._unread_checks = self._unread_checks, []
+        check_repetition(unread)
 
     def _note_recomputation(self, encoders: list[ChunkedEncoder]) -> None:
         for encoder in encoders:
             if (is_repeated := encoder.is_repeated()) is not None:
-                self._repeated.append((encoder.name, is_repeated))
-        if self._is_checked:
+                self._unread_checks.append((encoder.name, is_repeated))
+        if self._reads_check:
             self.check_repetition()
 
     @property
-    def _is_checked(self) -> bool:
-        """Whether this call waits for the device."""
+    def _reads_check(self) -> bool:
+        """Whether the host reads the check in this call, which waits for the device."""
         return self._num_calls % CHECK_EVERY == 0
 
     def _chunked_encoders(self, inputs: tuple[Any, ...]) -> list[ChunkedEncoder]:
@@ -301,8 +302,8 @@ class GradCache:
                 "row i of positive, so their numbers must be equal"
             )
         found = []
-        cut = self._cut(inputs, rows, names)
-        for number, (batch, name, chunks) in enumerate(zip(inputs, names, cut, strict=True)):
+        chunks_of = self._split(inputs, rows, names)
+        for number, (batch, name, chunks) in enumerate(zip(inputs, names, chunks_of, strict=True)):
             encoder = self._encoders[min(number, 1)]
             own = isinstance(encoder, OwnBackward)
             keeps = not own and self._chunk_size is None and self._chunk_tokens is None
@@ -310,7 +311,9 @@ class GradCache:
             found.append(kind(encoder, batch, chunks, name, keeps_graph=keeps))
         return found
 
-    def _cut(self, inputs: tuple[Any, ...], rows: list[int], names: list[str]) -> list[list[Chunk]]:
+    def _split(
+        self, inputs: tuple[Any, ...], rows: list[int], names: list[str]
+    ) -> list[list[Chunk]]:
         """The chunks of each input."""
         if self._chunk_tokens is None:
             return [by_rows(num_rows, self._chunk_size or num_rows) for num_rows in rows]
@@ -321,16 +324,16 @@ class GradCache:
                 "and all inputs have tokens; give one of them: beside chunk_tokens, chunk_size is "
                 "for inputs without tokens, such as images"
             )
-        cut = [
+        by_texts = [
             by_length(batch, self._chunk_tokens, self._length_of, num_rows, name)
             if is_text or not any(are_texts)  # `by_length` raises: no input has tokens
             else []
             for batch, num_rows, name, is_text in zip(inputs, rows, names, are_texts, strict=True)
         ]
-        most = max(map(len, cut))
+        num_chunks = max(map(len, by_texts))
         return [
-            chunks or by_rows(num_rows, self._chunk_size or -(-num_rows // most))
-            for chunks, num_rows in zip(cut, rows, strict=True)
+            chunks or by_rows(num_rows, self._chunk_size or -(-num_rows // num_chunks))
+            for chunks, num_rows in zip(by_texts, rows, strict=True)
         ]
 
     def _backward_of_loss(
@@ -394,8 +397,9 @@ SecondForwards = list[tuple[ChunkedEncoder, int]]
 def _schedule(encoders: list[ChunkedEncoder]) -> tuple[SecondForwards, SecondForwards]:
     """The second forwards in order: before the synchronization, and while it runs.
 
-    The second part has the last chunk of every encoder. So each trained parameter gets its last
-    gradient there, and equally often in every step, whatever the number of chunks.
+    The second list has the last chunk of every encoder. So each trained parameter gets its last
+    gradient in it, and as many gradients in it as in every other step, whatever the number of
+    chunks: `GradientSync` counts them to know when a parameter's gradient is complete.
     """
     tasks = [(chunked, chunk) for chunked in encoders for chunk in range(chunked.num_chunks)]
     final: SecondForwards = []

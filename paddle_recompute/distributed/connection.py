@@ -135,7 +135,7 @@ def _check_watched(client: ControlClient) -> None:
         if watched.is_over():
             all_watched.discard(watched)
             continue
-        error = client.failure(watched.scope, watched.what, time.monotonic() - watched.began)
+        error = client.error_of_wait(watched.scope, watched.what, time.monotonic() - watched.began)
         if error is not None:
             client.fail(error)
 

@@ -41,7 +41,7 @@ from paddle_recompute.distributed.shutdown import Failure, Shutdown
 from paddle_recompute.errors import PeerError, SyncError
 
 _POLL = 0.1
-_MOST_CONTENTS = 8  # the message of an error has room for few
+_MAX_SHOWN_VALUES = 8  # so that the message of an error stays short
 _EXPLANATION = 5.0  # seconds to find out which rank made a collective fail
 Error = TypeVar("Error", bound=BaseException)
 
@@ -50,8 +50,9 @@ class _Answer:
     """The answer of the server to an exchange, sent when all ranks have arrived."""
 
     def __init__(self) -> None:
-        self.here = threading.Event()
-        self.groups: list[Message] = []
+        self.arrived = threading.Event()
+        self.by_value: list[Message] = []
+        """The different values, each with the ranks that have it."""
 
 
 class ControlClient:
@@ -63,7 +64,7 @@ class ControlClient:
         host: Of rank 0.
         port: Where its control server listens.
         key: Of the run.
-        patience: Seconds in which the server must be reached.
+        connect_timeout: Seconds in which the server must be reached.
         server: The control server; None on all ranks but 0.
     """
 
@@ -74,18 +75,20 @@ class ControlClient:
         host: str,
         port: int,
         key: RunKey,
-        patience: float,
+        connect_timeout: float,
         server: ControlServer | None = None,
     ) -> None:
         self.rank = rank
         self.all_ranks = tuple(range(size))
         self.state = PeerState(rank, self.all_ranks)
         """What is known of the other ranks, the phase of this one, and its limits for waits."""
-        self._link = ControlLink(self.state, host, port, key, patience)
-        self._failure = Failure(self.state, self._link)
-        self.shutdown = Shutdown(self.state, self._link, self._failure, server)
+        self._link = ControlLink(self.state, host, port, key, connect_timeout)
+        self._own_failure = Failure(self.state, self._link)
+        self.shutdown = Shutdown(self.state, self._link, self._own_failure, server)
         self.raise_in_caller: Callable[[BaseException], None] = lambda error: None
-        """Called with each error that ends a wait."""
+        """Called with each error that ends a wait: where the wait is in an autograd hook,
+        ``backward()`` then raises the error itself.
+        """
         self.check_collectives: Callable[[], None] = lambda: None
         """Called by the thread in each tick."""
         self._answers: dict[str, _Answer] = {}
@@ -93,7 +96,13 @@ class ControlClient:
         self._link.start(self._hear, self._tick)
 
     def exchange(
-        self, label: str, scope: Scope, value: Any = None, *, lane: str = "main", most: int = 0
+        self,
+        label: str,
+        scope: Scope,
+        value: Any = None,
+        *,
+        lane: str = "main",
+        max_values: int = 0,
     ) -> list[RankValue]:
         """Wait for all ranks of `scope`, and return the value of each.
 
@@ -104,9 +113,11 @@ class ControlClient:
             label: Name of the exchange; must be the same on all ranks.
             scope: The ranks.
             value: The value of this rank, as JSON can hold it.
-            lane: Name of the thread's own sequence of exchanges. That of the main thread is the
-                same for all scopes of the same ranks, so that a rank at another call is detected.
-            most: How many different values are returned at most; the same on all ranks. 0: all.
+            lane: Name of a sequence of exchanges; ranks meet in its order. A background thread has
+                a lane of its own. The main thread uses one lane for all exchanges of the same
+                ranks, so that ranks at different calls are detected.
+            max_values: How many different values are returned at most; the same on all ranks. 0:
+                all.
 
         Returns:
             The different values in the order of the first rank of each; one if all are the same.
@@ -116,15 +127,15 @@ class ControlClient:
             PeerError: A rank has died, failed, fallen silent, or not come in time.
         """
         self.check(scope, label)
-        channel = f"{scope.among}/{lane}"
+        channel = f"{scope.ranks_key}/{lane}"
         answer = self._answers[channel] = _Answer()
-        told = {"channel": channel, "size": len(scope.ranks), "label": label, "most": most}
-        self._link.send({"kind": "arrive", **told, "value": value})
-        self.wait_until(answer.here.wait, label, scope)
-        groups = answer.groups
-        if len({group["label"] for group in groups}) > 1:
-            raise self.fail(ranks_at_different_calls(where(groups)))
-        return [RankValue(tuple(group["ranks"] or scope.ranks), group["value"]) for group in groups]
+        fields = {"channel": channel, "size": len(scope.ranks), "label": label, "most": max_values}
+        self._link.send({"kind": "arrive", **fields, "value": value})
+        self.wait_until(answer.arrived.wait, label, scope)
+        by_value = answer.by_value
+        if len({one["label"] for one in by_value}) > 1:
+            raise self.fail(ranks_at_different_calls(where(by_value)))
+        return [RankValue(tuple(one["ranks"] or scope.ranks), one["value"]) for one in by_value]
 
     def compare(self, label: str, scope: Scope, content: Any) -> list[RankValue] | None:
         """Which ranks have which content, of at most 8 different ones; None: all have the same.
@@ -133,33 +144,32 @@ class ControlClient:
         content. Arguments and errors are those of `exchange`.
         """
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        groups = self.exchange(label, scope, digest, most=_MOST_CONTENTS)
-        if len(groups) == 1:
+        digests = self.exchange(label, scope, digest, max_values=_MAX_SHOWN_VALUES)
+        if len(digests) == 1:
             return None
-        senders = [group.ranks[0] for group in groups]
+        senders = [one.ranks[0] for one in digests]
         values = self.exchange(label, scope, content if self.rank in senders else None)
         content_of = {rank: value.content for value in values for rank in value.ranks}
-        return [RankValue(group.ranks, content_of[group.ranks[0]]) for group in groups]
+        return [RankValue(one.ranks, content_of[one.ranks[0]]) for one in digests]
 
     def wait_until(
         self,
-        has_come: Callable[[float], bool],
-        what: str,
+        wait_for: Callable[[float], bool],
+        label: str,
         scope: Scope,
         *,
-        announces: bool = True,
+        matches_calls: bool = True,
     ) -> None:
-        """Wait until ``has_come`` returns True, or raise if it cannot any more.
+        """Wait until ``wait_for`` returns True, or raise if it cannot any more.
 
         Args:
-            has_come: ``has_come(seconds)`` waits at most so long, and returns whether the wait is
+            wait_for: ``wait_for(seconds)`` waits at most so long, and returns whether the wait is
                 over.
-            what: The label of the wait, for messages. The part before a colon names the call. If
-                the main threads of ranks wait in different calls, none can continue; that is
-                reported.
+            label: Name of the wait, for messages. The part before a colon names the call.
             scope: The ranks whose death or failure ends the wait.
-            announces: Whether the wait needs the main threads of the other ranks. Then the ranks
-                report their calls to each other, and different ones are an error.
+            matches_calls: Whether the main threads of the other ranks must make this call too. Then
+                the ranks report the calls that they wait in. If all wait, and in different calls,
+                none can continue; that is a `SyncError`.
 
         Raises:
             PeerError: One of them has died, failed, fallen silent, or not come in time.
@@ -167,72 +177,72 @@ class ControlClient:
         """
         waited = 0.0
         began = time.monotonic()
-        announces &= threading.current_thread() is threading.main_thread()
+        matches_calls &= threading.current_thread() is threading.main_thread()
         serial = 0
         try:
-            while not has_come(_POLL):
+            while not wait_for(_POLL):
                 waited = time.monotonic() - began
-                if announces and not serial and waited > TICK:
+                if matches_calls and not serial and waited > TICK:
                     serial = next(self._waits)
-                    told = {"label": what, "call": what.partition(":")[0], "serial": serial}
-                    told |= {"among": scope.among, "size": len(scope.ranks)}
-                    self._link.send({"kind": "waits", **told})
-                error = self.failure(scope, what, waited, serial)
-                if error is not None and not has_come(0.0):
+                    fields = {"label": label, "call": label.partition(":")[0], "serial": serial}
+                    fields |= {"among": scope.ranks_key, "size": len(scope.ranks)}
+                    self._link.send({"kind": "waits", **fields})
+                error = self.error_of_wait(scope, label, waited, serial)
+                if error is not None and not wait_for(0.0):
                     self.raise_in_caller(self.fail(error))
                     raise error
         finally:
             if serial:
                 self._link.send({"kind": "wait ended"})
 
-    def check(self, scope: Scope, what: str, *, waited: float = 0.0) -> None:
-        """Raise if a wait for `what` cannot complete any more. Later checks raise the same error.
+    def check(self, scope: Scope, label: str, *, waited: float = 0.0) -> None:
+        """Raise if a wait for `scope` cannot complete any more. Later checks raise the same error.
 
         Args:
             scope: The ranks that are waited for.
-            what: The label of the wait.
+            label: Name of the wait, for messages.
             waited: Seconds so far.
 
         Raises:
             PeerError: A rank has died, failed, fallen silent, or not come in time.
         """
-        error = self.failure(scope, what, waited)
+        error = self.error_of_wait(scope, label, waited)
         if error is not None:
             raise self.fail(error)
 
-    def failure(
-        self, scope: Scope, what: str, waited: float, serial: int | None = None
+    def error_of_wait(
+        self, scope: Scope, label: str, waited: float, serial: int | None = None
     ) -> SyncError | None:
         """Why a wait cannot complete, as an error; None if it can. Arguments as of `check`."""
-        failure = self.state.failure(scope, waited)
-        if failure is not None:
-            return PeerError(self.state.failure_message(failure, what))
+        reason = self.state.failure(scope, waited)
+        if reason is not None:
+            return PeerError(self.state.failure_message(reason, label))
         calls = self.state.different_calls(serial) if serial else None
         return ranks_at_different_calls(calls) if calls is not None else None
 
-    def explain(self, error: BaseException, what: str, scope: Scope) -> PeerError:
-        """The `PeerError` that says why a collective of `scope` failed with `error`.
+    def explain(self, error: BaseException, label: str, scope: Scope) -> PeerError:
+        """Returns the `PeerError` that says why a collective of `scope` failed with `error`.
 
         The collective may fail before the failure of a rank is reported, so this waits for a
         report.
         """
-        patience = min(_EXPLANATION, scope.limits.peer_timeout)
-        deadline = time.monotonic() + patience + 2 * TICK
+        silence = min(_EXPLANATION, scope.limits.peer_timeout)
+        deadline = time.monotonic() + silence + 2 * TICK
         while time.monotonic() < deadline:
-            failure = self.state.failure(scope, waited=0.0, patience=patience)
-            if failure is not None:
-                return self.fail(PeerError(self.state.failure_message(failure, what)))
+            reason = self.state.failure(scope, waited=0.0, silence=silence)
+            if reason is not None:
+                return self.fail(PeerError(self.state.failure_message(reason, label)))
             time.sleep(_POLL)
         return self.fail(
             PeerError(
-                f"{what} failed on rank {self.rank} {self.state.phase}, although all ranks show "
+                f"{label} failed on rank {self.rank} {self.state.phase}, although all ranks show "
                 f"signs of life: {error}"
             )
         )
 
     def fail(self, error: Error) -> Error:
         """End the run on all ranks, with `error` as the cause if it is the first; returns it."""
-        return self._failure.fail(error)
+        return self._own_failure.fail(error)
 
     def cause(self) -> str | None:
         """The failure that ended the run, with its rank and host; None: the run has not failed."""
@@ -247,8 +257,8 @@ class ControlClient:
         kind = message["kind"]
         if kind == "met":
             answer = self._answers[message["channel"]]
-            answer.groups = message["groups"]
-            answer.here.set()
+            answer.by_value = message["groups"]
+            answer.arrived.set()
         elif kind in ("heard", "over"):
             self.shutdown.hear(kind)
         else:

@@ -26,14 +26,14 @@ class ControlLink:
         host: Of rank 0.
         port: Where its control server listens.
         key: Of the run.
-        patience: Seconds to reach it.
+        connect_timeout: Seconds to reach it.
     """
 
     def __init__(
-        self, state: PeerState, host: str, port: int, key: RunKey, patience: float
+        self, state: PeerState, host: str, port: int, key: RunKey, connect_timeout: float
     ) -> None:
         self._state = state
-        self._server_at = (host, port, key, patience)
+        self._server_at = (host, port, key, connect_timeout)
         self._sending = threading.Lock()
         self._socket: socket.socket | None = None
         self._unsent: list[bytes] = []
@@ -96,8 +96,8 @@ class ControlLink:
 
     def _connect(self) -> socket.socket:
         """Connect, and send what was said before; a socket that is closed if that fails."""
-        host, port, key, patience = self._server_at
-        deadline, pause = time.monotonic() + patience, 0.05
+        host, port, key, connect_timeout = self._server_at
+        deadline, pause = time.monotonic() + connect_timeout, 0.05
         while True:
             try:
                 line = wire.connected(
@@ -109,7 +109,7 @@ class ControlLink:
                 if isinstance(error, wire.KeyRefusedError):
                     why += f"has another key; {CONTROL_KEY} must be the same on all machines"
                 elif time.monotonic() > deadline:
-                    why += f"did not accept this rank within {patience:.0f} s ({error})"
+                    why += f"did not accept this rank within {connect_timeout:.0f} s ({error})"
                 else:
                     time.sleep(pause)
                     pause = min(2 * pause, 1.0)

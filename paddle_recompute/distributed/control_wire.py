@@ -37,8 +37,8 @@ class RunKey(NamedTuple):
     """What the ranks of one run have in common.
 
     Attributes:
-        run: The name of the run, which travels in clear.
-        secret: It never travels: each side proves that it has it.
+        run: The name of the run, sent in clear.
+        secret: Never sent: each side proves by HMAC that it has it.
     """
 
     run: str

@@ -8,12 +8,12 @@ gloo (Paddle 2.6, 3.3) has four faults that show as soon as ranks are not in ste
 - two threads in one group give wrong sums silently;
 - it cannot be interrupted while it waits for a process that is stopped.
 
-So a `GlooLane` has a thread and a group of its own. Before each collective the ranks compare, in a
-collective of `MEETING` numbers, what comes next; sums of a few numbers travel in it themselves. If
-the ranks are not at the same, they say where they are, and all raise the same error. If that small
-collective fails because a rank comes late, the ranks wait for it at an exchange (`ControlClient`),
-which has no such limit, make a new group, and try again: nothing has been summed yet. So nothing
-goes through rank 0 unless a rank is late by more than 30 s.
+So a `GlooLane` has a thread and a group of its own. Before each collective the ranks compare its
+label in a collective of `MEETING` numbers; sums of a few numbers are computed in it, too. If the
+labels differ, all ranks raise the same error, which names them. If that small collective fails
+because a rank is late, the ranks wait for it in an exchange (`ControlClient`), which has no such
+limit, make a new group, and try again: nothing has been summed yet. So nothing goes through rank 0
+unless a rank is late by more than 30 s.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class QueuedCollective(Generic[Result]):
             peers().wait_until(self._has_begun.wait, self.label, self.scope)
             # The ranks have met here. Now each computes too, as in a Program, one longer than
             # another, which may be at its next collective already.
-            peers().wait_until(self._done.wait, self.label, self.scope, announces=False)
+            peers().wait_until(self._done.wait, self.label, self.scope, matches_calls=False)
         error = self.error
         if error is None:
             return self._result

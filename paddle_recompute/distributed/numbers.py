@@ -70,13 +70,13 @@ def reduce_numbers(
         lambda tensor: dist.all_reduce(tensor, reduction, group=beside, sync_op=False).wait(),
     )
 
-    def has_come(patience: float) -> bool:
-        deadline = time.monotonic() + patience
+    def wait_for(seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
         while not sent.has_come():
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.0001)
         return True
 
-    peers().wait_until(has_come, what, scope)
+    peers().wait_until(wait_for, what, scope)
     return sent.values()

@@ -1,4 +1,7 @@
-"""What a rank has heard of the others, and whether a wait for them can still complete."""
+"""The state of the peers: which have died, failed, fallen silent or are late.
+
+`PeerState` decides whether a wait for them can still complete.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _LONGEST_CAUSE = 4000  # characters of an error that the other ranks show
 
 @dataclass(frozen=True)
 class RankValue:
-    """What some of the ranks said."""
+    """A value in an exchange, and the ranks that sent it."""
 
     ranks: tuple[int, ...]
     content: Any
@@ -28,11 +31,11 @@ class RankValue:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to wait for others.
+    """How long to wait for other ranks.
 
     Attributes:
-        peer_timeout: Seconds without a sign of life after which a rank is given up.
-        stall_timeout: Seconds to wait for a rank that lives but does not come.
+        peer_timeout: Seconds without a sign of life after which a rank counts as dead.
+        stall_timeout: Seconds to wait for a rank that is alive but late.
     """
 
     peer_timeout: float = 30.0
@@ -41,10 +44,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Scope:
-    """For whom one waits.
+    """The ranks of a wait.
 
     Attributes:
-        ranks: The global ranks concerned, this one among them.
+        ranks: The global ranks, this one among them.
         limits: How long to wait.
     """
 
@@ -52,23 +55,23 @@ class Scope:
     limits: Limits
 
     @property
-    def among(self) -> str:
-        """A short name of the ranks, the same on all of them."""
+    def ranks_key(self) -> str:
+        """A digest that names the ranks, the same on all of them."""
         return hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
 
 
 @dataclass
 class PeerState:
-    """What the control server has said of the other ranks. One thread writes, others read.
+    """What the control server has reported of the other ranks. One thread writes, others read.
 
     Attributes:
         rank: This rank.
-        all_ranks: Of the run.
+        all_ranks: All ranks of the run.
         phase: Of the run on this rank, for messages: ``in step 4``.
-        limits: For waits that belong to no `GradientSync`: those of the newest one.
-        lost: Why there is no connection to the control server any more; None while there is one.
-        unreachable: Why there never was one.
-        server_quiet: Ticks of this process since it last heard of the control server.
+        limits: The limits of waits outside of a `GradientSync`: those of the newest one.
+        lost: Why the connection to the control server broke; None while it holds.
+        unreachable: Why no connection could be made.
+        server_quiet: Ticks of this process since the last message of the control server.
     """
 
     rank: int
@@ -86,7 +89,7 @@ class PeerState:
     _hosts: dict[str, str] = field(default_factory=dict)
 
     def take(self, message: Message) -> None:
-        """Note what the control server says, or that this rank has failed."""
+        """Record a report of the control server, or the failure of this rank."""
         kind = message["kind"]
         if kind == "silent":
             self._silent = {int(rank): float(s) for rank, s in message["seconds"].items()}
@@ -107,12 +110,12 @@ class PeerState:
         return bool(self._hosts)
 
     def named(self, rank: int) -> str:
-        """``rank 1 on HOST``, where the host is known."""
+        """``rank 1 on HOST``, if the host is known."""
         host = self._hosts.get(str(rank))
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 
     def cause(self) -> str | None:
-        """What has ended the run on all ranks: the first that failed or died; None: nothing has."""
+        """The failure that ended the run, of the first rank that failed or died; None: none."""
         if self._cause is not None:
             return _described(self._cause)
         if self.unreachable is not None:
@@ -125,31 +128,31 @@ class PeerState:
         return None
 
     def different_calls(self, serial: int) -> str | None:
-        """Where the ranks are, if they wait for each other at different places; None if not.
+        """The calls of the ranks, if they wait for each other in different calls; None if not.
 
         Args:
-            serial: The number of this rank's wait; what was said of another one is over.
+            serial: The number of this rank's wait; reports for other waits are ignored.
         """
         told = self._different_calls
         return told[1] if told is not None and told[0] == serial else None
 
-    def failure(self, scope: Scope, waited: float, *, patience: float | None = None) -> str | None:
-        """Why a wait for the ranks of `scope` cannot complete; None if it can, as far as known.
+    def failure(self, scope: Scope, waited: float, *, silence: float | None = None) -> str | None:
+        """Why a wait for the ranks of `scope` cannot complete; None if no reason is known.
 
         Args:
             scope: The ranks.
-            waited: Seconds that this one has waited for them.
-            patience: None while this rank waits: a rank that ended in good order is no reason at
-                once then, it may have done its part before. After a collective has failed: the
-                seconds of silence that explain it.
+            waited: Seconds that this rank has waited.
+            silence: After a collective has failed: the seconds of silence that explain it. None
+                while this rank waits: then a rank that has ended is a reason only after two ticks,
+                because it may have done its part before.
         """
         cause = self.cause()
         if cause is not None:
             return cause
-        if waited > 2 * TICK or patience is not None:
+        if waited > 2 * TICK or silence is not None:
             for rank in sorted({0, *scope.ranks} & self._left.keys()):
                 return f"{self.named(rank)} {self._left[rank]}; its log may say why"
-        return self._silence(scope, patience) or self._lateness(scope, waited)
+        return self._silence(scope, silence) or self._lateness(scope, waited)
 
     def failure_message(self, failure: str, what: str) -> str:
         """The message of an error: `failure` is why a wait for `what` cannot complete."""
@@ -162,9 +165,11 @@ class PeerState:
             )
         return f"{failure}. Rank {self.rank} waited {self.phase} for {what}."
 
-    def _silence(self, scope: Scope, patience: float | None) -> str | None:
-        limit = scope.limits.peer_timeout if patience is None else patience
-        setting = f" (peer_timeout is {limit:.0f} s)" if patience is None else ""
+    def _silence(self, scope: Scope, limit: float | None) -> str | None:
+        setting = ""
+        if limit is None:
+            limit = scope.limits.peer_timeout
+            setting = f" (peer_timeout is {limit:.0f} s)"
         of_server = max(self.server_quiet * TICK, self._silent.get(0, 0.0))
         for rank in sorted({0, *scope.ranks} - {self.rank}):
             silent = self._silent.get(rank, 0.0) if rank else of_server
@@ -178,9 +183,9 @@ class PeerState:
     def _lateness(self, scope: Scope, waited: float) -> str | None:
         if waited <= scope.limits.stall_timeout:
             return None
-        # As far as the control server knows; it tells who else waits.
+        # The control server reports which ranks wait, too.
         others = {*scope.ranks} - {self.rank}
-        missing = others - self._waiting.get(scope.among, frozenset()) or others
+        missing = others - self._waiting.get(scope.ranks_key, frozenset()) or others
         hosts = ", ".join(sorted({self._hosts[str(rank)] for rank in missing if self._hosts}))
         return (
             f"rank {', '.join(map(str, sorted(missing)))}{hosts and f' on {hosts}'} did not come "
@@ -189,7 +194,7 @@ class PeerState:
 
 
 def where(groups: list[Message]) -> str:
-    """Which ranks are at which place: ``rank 0, 1 is at A, rank 2 is at B``."""
+    """Which ranks are at which call: ``rank 0, 1 is at A, rank 2 is at B``."""
     return ", ".join(
         f"rank {', '.join(map(str, group['ranks']))} is at {group['label']}" for group in groups
     )
@@ -216,7 +221,7 @@ def _described(end: Message) -> str:
 
 
 def ranks_at_different_calls(where_the_ranks_are: str) -> SyncError:
-    """The error of ranks that wait for each other at different places."""
+    """The error of ranks that wait for each other in different calls."""
     return SyncError(
         f"the ranks are not in the same place of the program: {where_the_ranks_are}. Every rank "
         "must take the same number of steps and make the same calls in the same order."
@@ -224,6 +229,6 @@ def ranks_at_different_calls(where_the_ranks_are: str) -> SyncError:
 
 
 def one_line(error: BaseException) -> str:
-    """An error for the other ranks: its class and its text, in one line."""
+    """Class and text of an error in one line, for the other ranks."""
     name = type(error).__name__
     return f"{name}: {' '.join(str(error).split())[:_LONGEST_CAUSE]}" if str(error) else name

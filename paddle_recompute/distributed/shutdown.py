@@ -1,10 +1,9 @@
-"""How this process ends: its failure message, its shutdown message, and what it waits for then.
+"""How this process ends: its failure message, its shutdown message, and the waits before the exit.
 
-A rank that fails tells the others why before it ends: through `Failure.fail` where the library sees
-the error, else from `sys.excepthook` and `atexit`. Its process ends after those of the others, for
-a launcher ends all ranks of a machine with the first. A rank that does not come to any wait within
-``peer_timeout`` after the failure of another one, because it hangs in other code, is ended by the
-thread of the control link.
+A rank that fails sends the reason to the other ranks before it ends: through `Failure.fail` if the
+library sees the error, else from `sys.excepthook` and `atexit`. Its process ends after those of the
+others, because a launcher ends all ranks of a machine with the first. If a rank hangs in other code
+for ``peer_timeout`` after the failure of another one, the thread of the control link ends it.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def doctor(
 ) -> DoctorReport:
     """Compare steps of the plain and the wrapped model on one batch.
 
-    Every step starts from the same parameters, buffers and random streams, which are put back at
-    the end. The plain step calls the same model with recompute of every kind switched off. All
+    Every step starts from the same parameters, buffers and RNG state, which are restored at the
+    end. The plain step calls the same model with recompute of every kind switched off. All
     ranks call this together. Every tensor is read on the host: it takes the time of ten steps.
 
     Args:

@@ -1,7 +1,7 @@
 """One step of a model, and everything that can be compared with another step.
 
-Every step starts from the same state: parameters, buffers, and the random streams of Paddle, NumPy
-and Python are put back before it.
+Before each step the state is restored: parameters, buffers, and the RNG state of Paddle, NumPy and
+Python.
 """
 
 from __future__ import annotations

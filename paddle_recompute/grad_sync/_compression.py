@@ -17,13 +17,13 @@ class GradientCompression:
     Without compression gradients are sent as they are; float16 as float32 with gloo, whose sum of
     float16 is infinite on Paddle 3.3.1 and underflows on 2.6.2.
 
-    ``"bf16"`` sends half the bytes. With error feedback, what rounding took from a gradient is
-    added to it in the next step, so that no rank's own share is lost for good (Karimireddy et al.
-    2019, arXiv:1901.09847). The ranks' sum is rounded too, on its way, and that is made good by
-    nobody: of a gradient that stays the same, the mean over the steps has about half the error that
-    it has without, from the first ten steps on, and it does not fall further. Of gradients that
-    vary, it has about three quarters of it, and both fall with the root of the steps. Not so on
-    Paddle 2.6.2, whose cast on a CPU cuts off: there about half of the bias stays in any case.
+    ``"bf16"`` sends half the bytes. With error feedback, the rounding error is added to the
+    gradient of the next step (Karimireddy et al. 2019, arXiv:1901.09847). The all-reduce also
+    rounds the ranks' sum; that error is not fed back. For a constant gradient, the mean over the
+    steps has about half the error that it has without error feedback, from the first ten steps on.
+    For varying gradients it has about three quarters of it, and both errors fall with the square
+    root of the steps. On Paddle 2.6.2 the cast on a CPU truncates: there about half of the bias
+    stays.
 
     A step in which a parameter has a gradient on no rank leaves its residual as it is. A step that
     is skipped after the synchronization, because of an overflow, has sent it for nothing. The

@@ -4,9 +4,9 @@ In ``overlap`` a bucket leaves while the backward runs, and its sum replaces ``.
 change of ``.grad`` in between, such as unscaling or clipping inside of ``last_backward``, would be
 lost. It is noticed in two ways, neither of which reads a tensor in a usual step:
 
-- by memory and ``inplace_version`` of each gradient that was sent: operators raise it, and
+- by memory and ``inplace_version`` of each gradient that was sent: operators increment it, and
   `paddle.amp.GradScaler` is made to;
-- ``gradient.set_value``, ``parameter.grad = x`` and 2.6's ``clip_grad_norm_`` do not raise it
+- ``gradient.set_value``, ``parameter.grad = x`` and 2.6's ``clip_grad_norm_`` do not
   (2.6.2, 3.3.1). So in a step in which the order is learnt, and nothing is sent early, the extremes
   of the gradients at the end of the backward are compared with those at the end of
   ``last_backward``.

@@ -1,8 +1,8 @@
-"""Gradients that do not stay in ``.grad``, because their parameters are on the device by turns.
+"""Gradients of offloaded parameters, which do not stay in ``.grad``.
 
-Their owner collects them, has them summed a piece at a time, in an order of its own that is the
-same on all ranks, and gives them to the optimizer. `GradientSync` tells it which backward is the
-last one of a step, and leaves its parameters out of its own buckets.
+`OffloadedGradients` collects them, averages them over the ranks piece by piece, in an order that is
+the same on all ranks, and passes them to the optimizer. `GradientSync` announces the last backward
+of a step, and leaves these parameters out of its own buckets.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class SentPiece:
         """The means, of the dtypes of the parameters; None for parameters without elements.
 
         Args:
-            keep: Whether they stay; else they are pieces of the memory that has travelled.
+            keep: Whether to copy the means; else they are views of the buckets.
         """
         gradients: list[paddle.Tensor | None] = [None] * len(self._parameters)
         for bucket, flat, task in self.parts:
@@ -176,13 +176,13 @@ class OffloadedSync:
     Attributes:
         owners: `ParameterList.offloaded`, which grows.
         group: The ranks; None is all of them.
-        is_sent_here: Whether `GradientSync` has buckets of its own, over the bare Layer.
+        has_own_buckets: Whether `GradientSync` has buckets of its own, over the bare Layer.
         compression: As of the `GradientSync`.
     """
 
     owners: Mapping[int, OffloadedGradients]
     group: Group | None
-    is_sent_here: bool
+    has_own_buckets: bool
     compression: str
     _senders: dict[int, PieceSender] = field(default_factory=dict)
 
@@ -223,7 +223,7 @@ class OffloadedSync:
             )
 
     def _sender_of(self, owner: OffloadedGradients, scale: float) -> PieceSender:
-        if not self.is_sent_here:
+        if not self.has_own_buckets:
             raise ConfigError(
                 "parameters that are offloaded are synchronized by GradientSync itself, a shard at "
                 "a time: give it the bare Layer instead of paddle.DataParallel, and another mode "

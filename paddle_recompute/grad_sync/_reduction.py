@@ -1,25 +1,26 @@
 """Bucketed all-reduce of gradients, while the backward is still running or after it.
 
-A hook on each parameter appends its index to a list, in C. In the first step nothing is sent early:
-how often each gradient was added to, and the order in which they became ready, are what all ranks
-agree on ("order prediction", Li et al. 2020, arXiv:2006.15704, section 6). From then on a second
-hook, on the parameter that comes last of a bucket, looks whether every member was added to as often
-as expected, and sends the bucket; always in the agreed order, so the ranks cannot meet in different
-buckets. What was not sent when the backward ends is sent then, so that all ranks have sent the same
-when they agree; with gloo all but the last bucket, which follows without a meeting of its own.
+A hook on each parameter appends its index to a list, in C. In the first step no bucket is sent
+early: the ranks agree on how often each gradient is added to, and on the order in which gradients
+    become
+ready ("order prediction", Li et al. 2020, arXiv:2006.15704, section 6). From then on a second hook,
+on the last parameter of each bucket, checks that every member was added to as often as expected,
+and sends the bucket. Buckets are sent in the agreed order, so all ranks all-reduce the same bucket.
+The rest is sent when the backward ends, before the ranks agree; with gloo all but the last bucket,
+which is sent after the agreement.
 
 Recompute needs no special case: with saved-tensor hooks a parameter's hook fires once per backward,
-in the PyLayer form once per recomputed call, and the count that was learnt says which.
+in the PyLayer form once per recomputed call, and the learned count includes that.
 
-Whether buckets are sent early or all at the end, they are the same buckets: gloo's ring adds up the
-ranks in an order that depends on the place in the buffer, so with more than two ranks another
-layout would round differently.
+The buckets are the same, whether they are sent early or at the end: gloo's ring sums the ranks in
+an order that depends on the position in the buffer, so with more than two ranks another layout
+would round differently.
 
-What has a ``.grad`` when the backward ends is part of it, whoever made it. That keeps this rank's
-own gradient until everything has arrived. So there is one recovery for whatever does not fit what
-was sent: a gradient that was added to after its bucket was sent (the graph has changed), was
-changed by hand, or has no place in a bucket (as all of them in the first step); examples whose
-numbers differ between the ranks. The ranks learn the order anew and send everything, once.
+All gradients present at the end of the backward are averaged. ``.grad`` keeps this rank's own
+gradient until all means have arrived. So there is one recovery if the sent buckets do not fit: a
+gradient was added to after its bucket was sent (the graph has changed), was changed by hand, or is
+in no bucket (as all gradients in the first step); or the numbers of examples differ between ranks.
+Then the ranks learn the order again and send all gradients once more.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class GradientSync:
         """Agree with the other ranks on what will be synchronized. Every rank must call this.
 
         In the first step the ranks compare their values before it, bit by bit: parameters, frozen
-        ones too, and saved buffers that have not changed since the construction. This computes a
+        ones too, and persistent buffers that are unchanged since construction. This computes a
         digest of each tensor on its device, about 1 s per GB on a CPU. Later steps compare nothing.
 
         Args:
@@ -135,8 +135,8 @@ class GradientSync:
         self._start: StartValues | None = None
         self._replica_check: ReplicaCheck | None = None
         self.mode, self.reason = choose_mode(mode, group)
-        is_sent_here = self.mode != "fleet" and not isinstance(self._model, paddle.DataParallel)
-        self._offloaded = OffloadedSync(self._listed.offloaded, group, is_sent_here, compression)
+        has_own_buckets = self.mode != "fleet" and not isinstance(self._model, paddle.DataParallel)
+        self._offloaded = OffloadedSync(self._listed.offloaded, group, has_own_buckets, compression)
         self.compression = compression
         self.find_unused_parameters = find_unused_parameters
         if self.mode == "none":
@@ -182,23 +182,22 @@ class GradientSync:
 
     @contextlib.contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Run the last backward before the optimizer's step inside; afterwards every rank's
-        ``.grad`` is the mean over all ranks.
+        """Context manager for the last backward before ``optimizer.step()``. At its exit every
+        rank's ``.grad`` is the mean over all ranks.
 
         All gradients present at exit are averaged, whichever backward has added them; the body may
         be empty. A gradient that only some ranks have counts as zero on the others. Where no rank
         has one, ``.grad`` stays None.
 
         Unscale and clip afterwards. A change of ``.grad`` inside, after the backward, is averaged
-        too; with ``overlap`` the buckets are then sent again, with a warning. Not detected is a
-        change that does not raise ``inplace_version`` and was not made in the first step:
+        too; with ``overlap`` the buckets are then sent again, with a warning. From the second step
+        on, ``overlap`` does not detect a change that leaves ``inplace_version`` as it was:
         ``grad.set_value(x)``, ``parameter.grad = x``, and on Paddle 2.6 ``clip_grad_norm_``.
 
         Raises:
             SyncError: A gradient is sparse; the ranks train different parameters; in the first
-                step: a parameter or buffer differs between ranks. With ``fleet`` also: Paddle would
-                    leave
-                out a gradient or sum it wrongly.
+                step: a parameter or buffer differs between ranks; with ``fleet``: Paddle would
+                leave out a gradient or sum it wrongly.
             PeerError: A rank has failed; this ends the run on all ranks.
         """
         if self._is_inside:
@@ -244,15 +243,17 @@ class GradientSync:
         list of parameters. Every rank must call this.
 
         Args:
-            layer: Its buffers.
-            prefix: Put before their names in messages.
+            layer: The Layer whose buffers are compared or broadcast.
+            prefix: Put before the buffers' names in messages.
         """
         if self._start is not None and layer is not self._model:
             self._start.add(layer, prefix)
 
     def take_start_values(self) -> None:
-        """Take the values that the ranks compare in the first step. `last_backward` does it at its
-        entry; call this earlier if a forward that changes buffers comes before.
+        """Record digests of the parameters and buffers that the ranks compare in the first step.
+
+        `last_backward` does it at its entry; call this earlier if a forward that changes buffers
+        comes before.
         """
         if self._start is not None:
             self._start.take(self.num_synchronized)

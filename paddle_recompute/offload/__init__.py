@@ -1,11 +1,11 @@
-"""Models larger than the device: parameters, gradients and optimizer state live off it.
+"""Models larger than the device: parameters, gradients and optimizer state are offloaded.
 
 `OffloadSequential` and `offload_layers` offload parameters (`_cut`), each as an `OffloadedTensor`
 with a slot in host memory or a file, and cut their Layers into the shards of a `Chain`. A call of a
-shard (`_shard_call`) brings its parameters and keeps its inputs off the device; its backward runs
-it again. Gradients (`_gradients`) are complete, synchronized and off the device shard by shard.
-`OffloadOptimizer` brings each shard with its state for the update. `_refused_methods` says what may
-be done with a parameter that is offloaded.
+shard (`_shard_call`) fetches its parameters and offloads its inputs; its backward recomputes it.
+Gradients (`_gradients`) are synchronized and offloaded shard by shard. `OffloadOptimizer` fetches
+each shard with its state for the update. `_refused_methods` lists the operations that an offloaded
+parameter refuses.
 """
 
 from paddle_recompute.offload._cut import cut

@@ -1,4 +1,4 @@
-"""A chain of shards, of which one is on the device, and those that come next on their way."""
+"""A chain of shards: one is resident on the device, the next ones are prefetched."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paddle_recompute.recompute import MakeSlot
 
 
 class Shard:
-    """Parameters that come to the device together.
+    """Parameters that are fetched together.
 
     Attributes:
-        gradients: Theirs.
-        make_slot: Where gradients and optimizer state are when they are not on the device.
-        owned: Which rank has all of that; None: every rank.
+        gradients: The gradients of the parameters.
+        make_slot: Makes the slots of offloaded gradients and optimizer state.
+        owned: The rank that keeps all of these; None: every rank.
     """
 
     def __init__(

@@ -26,12 +26,12 @@ class OnComplete:
 
     Attributes:
         loss_scale: What it is divided by; None: nothing.
-        widen: Whether a gradient in half precision becomes float32.
+        upcast: Whether a gradient in half precision becomes float32.
         norm_dtype: In which its squares are summed up; None: they are not needed.
     """
 
     loss_scale: float | None = None
-    widen: bool = False
+    upcast: bool = False
     norm_dtype: Any = None
 
 
@@ -191,7 +191,7 @@ class ShardGradients:
             gradient, gradients[index] = gradients[index], None
             if gradient is None:
                 continue
-            if how.widen and gradient.dtype in _HALF:
+            if how.upcast and gradient.dtype in _HALF:
                 gradient = gradient.astype("float32")
             if how.loss_scale is not None:
                 gradient.scale_(1.0 / how.loss_scale)

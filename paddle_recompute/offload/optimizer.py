@@ -88,7 +88,7 @@ class OffloadOptimizer:
 
     # ------------------------------------------------------------------------- for TrainStep
 
-    def finish_with(self, on_complete: OnComplete) -> None:
+    def set_on_complete(self, on_complete: OnComplete) -> None:
         """What is done to each gradient of the step when it is complete.
 
         Raises:

@@ -1,10 +1,11 @@
-"""Which calls are recomputed, so that a step stays within a budget and takes the least time.
+"""The planner's search: which calls to recompute, so that a step stays within a budget of bytes and
+takes the least time.
 
-The calls that are alive at a time are the first ones of a chain, from any one of its intervals
-(`Event`) to the next. So labels (bytes kept, seconds saved) are carried along the chain, those that
-another one beats in both are dropped, and a label ends where an interval has no room for its bytes.
-Where the backward is not the reverse of the forward (two towers that take turns), more calls count
-as alive than are; then `simulate` lets some more calls be plain.
+In each interval of the step (`Event`), the calls whose activations exist are the first ones of a
+chain. So dynamic programming along the chain finds the Pareto-optimal pairs of bytes kept and
+seconds saved (labels). Pareto-dominated labels are pruned, and labels whose bytes do not fit into
+an interval. If the backward is not the reverse of the forward (two towers that take turns), this
+counts more activations than exist; then `simulate` finds further calls that need not be recomputed.
 """
 
 from __future__ import annotations

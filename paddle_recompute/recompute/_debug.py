@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import paddle
 
-from paddle_recompute import _nested
+from paddle_recompute import _nested, _paddle, captured_state
 from paddle_recompute._nested import describe
-from paddle_recompute.captured_state import Call, add_note, name_of
+from paddle_recompute.captured_state import Call, name_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._frames import Frame
 from paddle_recompute.recompute._recomputation import Recomputation, checksum
@@ -21,11 +21,9 @@ from paddle_recompute.recompute._recomputation import Recomputation, checksum
 IS_ON = os.environ.get("PADDLE_RECOMPUTE_DEBUG", "0") not in ("", "0")
 """Whether every recomputed call is debugged."""
 
-_ROOT = os.path.dirname(_nested.__file__)
-_OWN = tuple(
-    os.path.join(_ROOT, part) for part in ("recompute", "captured_state", "_paddle", "_nested.py")
-)
-_PADDLE = os.path.dirname(paddle.__file__)
+_ROOMS = (__file__, captured_state.__file__, _paddle.__file__)
+_OWN = (*map(os.path.dirname, _ROOMS), _nested.__file__)
+_PADDLE = os.path.join(os.path.dirname(paddle.__file__), "")  # paddlenlp is another folder
 
 _PARTS = {"_first": "keep", "_again": "keep", "record": "recompute"}
 _PARTS["run_inside_recomputation"] = "recompute"
@@ -127,8 +125,8 @@ class DebuggedFrame(Frame):
             words = self._difference(call)
             if isinstance(error, RecomputeError):
                 error.args = (f"{error}{words}",)
-            elif words:
-                add_note(error, words.strip())
+            elif words and hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(words.strip())
             raise
 
     def _difference(self, call: Call | None) -> str:
@@ -137,9 +135,7 @@ class DebuggedFrame(Frame):
         root = getattr(call.function, "__self__", call.function)
         for number, (then, now) in enumerate(zip_longest(self._then, self._now)):
             if then != now:
-                was, became = (
-                    operation.words(root) if operation else "nothing" for operation in (then, now)
-                )
+                was, became = (one.words(root) if one else "nothing" for one in (then, now))
                 return (
                     f"\nThe first difference is saved tensor {number}:\n"
                     f"  first forward:  {was}\n  second forward: {became}"

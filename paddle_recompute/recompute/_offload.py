@@ -18,7 +18,7 @@ _logger = logging.getLogger("paddle_recompute")
 
 
 class InputStorage(Protocol):
-    """A place to keep tensors."""
+    """A storage for inputs."""
 
     def keep(self, tensor: paddle.Tensor) -> Any:
         """Keep the value of `tensor`, without its gradient history; returns a tensor, or what has
@@ -27,14 +27,14 @@ class InputStorage(Protocol):
 
 
 class OnDevice:
-    """Keeps the tensor where it is: no copy, no extra bytes beyond the tensor itself."""
+    """Keeps the tensor itself on the device, without a copy."""
 
     def keep(self, tensor: paddle.Tensor) -> paddle.Tensor:
         return tensor.detach()
 
 
 class _Queue:
-    """The tensors that wait for one backward, in the order in which they were kept.
+    """The offloaded tensors of one backward, in the order in which they were kept.
 
     The backward loads them in reverse order. When a tensor is loaded, the last one before it that
     is still away starts to come back: while a block is recomputed, the inputs of the block before
@@ -71,7 +71,7 @@ class _InSlot:
         self._is_away = True
 
     def prefetch(self) -> bool:
-        """Start to copy it back; False if that was started before."""
+        """Prefetch it; False if that was started before."""
         was_away, self._is_away = self._is_away, False
         if was_away:
             self._slot.prefetch()

@@ -41,7 +41,7 @@ def named_parts(model: paddle.nn.Layer) -> tuple[dict[str, Any], dict[str, str]]
 def _walk(
     layer: paddle.nn.Layer, name: str, path: tuple[int, ...]
 ) -> Iterator[tuple[str, paddle.nn.Layer]]:
-    """`layer` and all below it, a shared Layer once for each way to it."""
+    """`layer` and all Layers below it; a shared Layer once for each of its names."""
     yield name, layer
     for child_name, child in children_of(layer):
         if id(child) not in path:
@@ -56,7 +56,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, RecomputedFunction)
 
 
 def is_cheap(part: Any) -> bool:
-    """Whether the part has no weight matrix, so that running it again costs next to nothing."""
+    """Whether the part has no weight matrix, so that its recomputation costs little."""
     if not isinstance(part, paddle.nn.Layer):
         return True
     return all(len(parameter.shape) < 2 for parameter in part.parameters())

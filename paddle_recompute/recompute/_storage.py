@@ -1,4 +1,4 @@
-"""Where a tensor's bytes are while the device does not need them: host memory, or a file."""
+"""Slots for offloaded tensors: host memory, or a temporary file."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PLACES = ("host", "disk")
 
 
 class Slot(Protocol):
-    """Keeps the bytes of one tensor, which may be written again and again."""
+    """Keeps the bytes of one tensor; may be written many times."""
 
     def write(self, tensor: paddle.Tensor) -> None:
         """Keep a copy of `tensor`; it may be freed or changed when this returns."""
 
     def prefetch(self) -> None:
-        """Begin to bring the tensor back; `read` then takes less time."""
+        """Start to copy the tensor to the device, so that `read` takes less time."""
 
     def cancel_prefetch(self) -> None:
         """Forget what `prefetch` has started."""
@@ -112,7 +112,7 @@ class _File:
         self._end = 0
 
     def reserve(self, num_bytes: int) -> int:
-        """Make room at the end; returns where. A disk that is full is noticed here."""
+        """Extend the file; returns the offset. Raises here if the disk is full."""
         offset = self._end
         try:
             if num_bytes:
@@ -131,7 +131,7 @@ class _File:
                 raise self._full(len(data), error) from error
 
     def read_into(self, data: memoryview, offset: int) -> None:
-        """Lets go of the GIL."""
+        """Releases the GIL."""
         done = 0
         while done < len(data):
             count = os.preadv(self._file.fileno(), [data[done:]], offset + done)

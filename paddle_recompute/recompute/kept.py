@@ -1,9 +1,9 @@
 """`keep`: a part of a recomputed function that its second forward does not run.
 
-Of what the operators of the part save for their backward, that which lies in the memory of an
-argument becomes a handle as elsewhere: the second forward computes the argument again, and packs a
-view of it. The rest is kept, and so are the outputs. A part that is one matrix product, or a fused
-attention, so costs the bytes of its outputs.
+A tensor that an operator of the part saves and that shares memory with an argument becomes a handle
+as elsewhere: the second forward computes the argument again, and packs a view of it. Other saved
+tensors and the outputs are kept. So a part that is one matrix product, or a fused attention, costs
+the bytes of its outputs.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ class KeptFunction:
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's own call, kept."""
+        """Call the function as a `keep`."""
         return keep(self.function, *args, **kwargs)
 
 
 @functools.cache
 def keeping(method: str) -> type[WrappedLayer]:
-    """What wraps a Layer so that the calls of its `method` are a `keep`."""
+    """The wrapper class for a Layer whose `method` is called as a `keep`."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return keep(getattr(super(wrapping, self), method), *args, **kwargs)
@@ -134,12 +134,13 @@ class _Part:
     """One call of `keep` in a first forward.
 
     Attributes:
-        name: Of its function, in errors.
-        called: How it was called: its function, and the tensors among its arguments.
-        ties: Of each of its handles: which of these has the tensor in its memory, their metadata.
-        outputs: A `_Tied` or `_inputs.Input` for each tensor; None: they are not needed.
-        state: Of the Layers that it calls, as it leaves them.
-        has_returned: Whether its first forward did; if it raised, it runs again.
+        name: The name of its function in errors.
+        called: Its function and the metadata of its argument tensors, in words.
+        ties: For each handle: the number of the argument that shares its memory, and the metadata
+            of both.
+        outputs: A `_Tied` or `_inputs.Input` for each output tensor; None: they are not needed.
+        state: What the part writes to the Layers that it calls.
+        has_returned: Whether its first forward returned; if it raised, it runs again.
     """
 
     __slots__ = ("called", "has_returned", "name", "outputs", "state", "ties")
@@ -160,7 +161,7 @@ def _described(function: Callable[..., Any], given: list[paddle.Tensor]) -> str:
 def _first(
     frames: list[Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a part in the first forward of `frames`, the innermost first."""
+    """Run a part in a first forward; `frames` are the enclosing ones, the innermost first."""
     given = [*_nested.tensors_in((args, kwargs))]
     stamps = [*map(stamp_of, given)]
     part = _Part(function, given)
@@ -194,7 +195,7 @@ def _again(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The outputs of a part, in a second forward; `recorder` gets what its handles stand for."""
+    """The outputs of a part in a second forward; `recorder` packs the views for its handles."""
     given = [*_nested.tensors_in((args, kwargs))]
     kept, called = next(repetition.kept, None), _described(function, given)
     if kept is None or kept.part.called != called:
@@ -230,7 +231,7 @@ def _again(
 
 
 class _Tied:
-    """An output that is an argument (`metadata`: None), or lies in the memory of one."""
+    """An output that is an argument (`metadata`: None) or shares memory with one."""
 
     __slots__ = ("metadata", "position", "stop_gradient", "was")
 
@@ -250,11 +251,11 @@ class _Tied:
 
 
 class _Keeping:
-    """Receives what the operators of a part save.
+    """The recorder of the tensors that operators of a part save.
 
     Args:
-        recorder: Gives the handles of what lies in the memory of an argument.
-        given: The tensors among the arguments.
+        recorder: Makes the handles of tensors that share memory with an argument.
+        given: The argument tensors.
         ties: See `_Part`.
     """
 
@@ -279,7 +280,9 @@ class _Keeping:
         return self._recorder.pack(tensor)
 
     def _where(self, tensor: paddle.Tensor) -> tuple[int | None, TensorMetadata]:
-        """Which argument has all elements of `tensor` in its memory; and metadata of `tensor`."""
+        """The number of the argument whose memory contains `tensor`, and the metadata of
+        `tensor`.
+        """
         metadata, memory = metadata_of(tensor), _memory_of(tensor)
         for position, (was, one) in enumerate(zip(self._metadata, self._memories, strict=True)):
             if one is not None and one == memory and _covers(was, metadata, tensor.element_size()):
@@ -311,7 +314,7 @@ class _Keeping:
 
 
 class _Once:
-    """A storage that keeps a tensor once, which operators have saved and a part returns."""
+    """A storage that keeps a tensor once that operators have saved and a part returns."""
 
     def __init__(self, storage: InputStorage) -> None:
         self._storage = storage
@@ -325,7 +328,9 @@ class _Once:
 
 
 class _Waiting(SavedHandle):
-    """What a part keeps: on the device, or where the inputs of its function wait."""
+    """A saved tensor of a part: kept on the device, or offloaded with the inputs of its
+    function.
+    """
 
     __slots__ = ("_away", "_stays", "_stop_gradient")
 
@@ -335,7 +340,7 @@ class _Waiting(SavedHandle):
         self._stays = tensor.is_leaf and not tensor.stop_gradient  # a parameter, mostly
 
     def send(self, storage: InputStorage) -> None:
-        """Wait in `storage`."""
+        """Offload the tensor to `storage`."""
         tensor = self.tensor
         assert tensor is not None
         if self._stays or version_of(tensor) != self.version or not is_initialized(tensor):
@@ -360,7 +365,7 @@ class _Waiting(SavedHandle):
 
 
 def _memory_of(tensor: paddle.Tensor) -> int | None:
-    """The address at which the memory begins that `tensor` is in; None: it has none."""
+    """The address of the allocation of `tensor`; None: it has no memory."""
     address = address_of(tensor)
     return None if address is None or not tensor.size else address - tensor.offset
 

@@ -1,4 +1,4 @@
-"""Which parts of a model are recomputed: name patterns, then a policy; `apply_recompute`."""
+"""Layer patterns: which parts of a model are recomputed, by name patterns and a policy."""
 
 from __future__ import annotations
 

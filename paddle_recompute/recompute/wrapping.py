@@ -1,4 +1,4 @@
-"""What a plan does to the parts of a model, call by call, and how it is undone."""
+"""Wrap parts of a model, call by call, as a plan says; undo the wrapping."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def keep_part(owners: Mapping[str, paddle.nn.Layer], name: str) -> None:
 
 
 def first_wrapped_part(model: paddle.nn.Layer) -> str | None:
-    """The name of the first part of `model` that is wrapped already; None if none is."""
+    """The name of the first part of `model` that is already wrapped; None: no part is."""
     for name, part in named_parts(model)[0].items():
         if isinstance(part, WRAPPED):
             return name
@@ -107,7 +107,7 @@ def undo_recompute(model: paddle.nn.Layer) -> None:
 
 
 def passes_input_through(part: Any) -> bool:
-    """Whether the part hands its input on, so that there is nothing to compute again."""
+    """Whether the part returns its input, so that there is nothing to recompute."""
     nn = paddle.nn
     dropouts = (nn.Dropout, nn.Dropout2D, nn.Dropout3D, nn.AlphaDropout)
     return isinstance(part, nn.Identity) or (isinstance(part, dropouts) and not part.p)

@@ -1,9 +1,8 @@
-"""Updated parameters travel from their owners to the other ranks, segment by segment.
+"""All-gather of updated parameters: each owner broadcasts its parameters, segment by segment.
 
-With gloo, what the ranks
-of even and of odd place own travels at a time, so that a link between two ranks is used in both
-directions; and each in two lanes: one sends while the other waits for its receivers. A device has a
-stream for it.
+With gloo, ranks of even and of odd number broadcast at the same time, so that a link between two
+ranks is used in both directions. Each of the two has two lanes: one sends while the other waits for
+its receivers. A device broadcasts on a stream of its own.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from paddle_recompute.distributed import (
 )
 
 SEGMENT_BYTES = 4 * 2**20
-"""The most that is joined into one buffer."""
+"""The most bytes of a buffer."""
 LANES = tuple(f"parameters of {ranks} ranks, {i}" for i in (1, 2) for ranks in ("even", "odd"))
 
 Piece = tuple[int, list[paddle.Tensor]]
-"""The number of the owner, and what is broadcast at once, of one dtype."""
+"""The number of the owner, and tensors of one dtype that it broadcasts in one buffer."""
 
 
 class ParameterAllGather:

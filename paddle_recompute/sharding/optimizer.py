@@ -28,10 +28,10 @@ from paddle_recompute.sharding._supported import check_model, check_optimizer
 class ShardedOptimizer:
     """An optimizer whose state is spread over the ranks; parameters and gradients are not.
 
-    Every parameter has one owner, whole, so a step has the bits of the plain optimizer, whichever
-    it is. With P parameters of float32 in n ranks, AdamW takes 8 P / n bytes for its moments
-    instead of 8 P, and parameters and gradients 8 P as before. After the update the new values
-    travel from their owners to all ranks: (n - 1) / n of the bytes of the model reach each rank.
+    Every parameter has one owner and is not cut, so a step is bitwise identical to that of the
+    plain optimizer. With P parameters of float32 in n ranks, AdamW takes 8 P / n bytes for its
+    moments instead of 8 P, and parameters and gradients 8 P as before. After the update the
+    new values are gathered from their owners: each rank receives (n - 1) / n of the model's bytes.
 
     It has what `TrainStep` and a loop of your own need of a Paddle optimizer: `step`, `clear_grad`,
     `get_lr`, `set_lr`, `state_dict`, `set_state_dict`. In a loop of your own, synchronize the

@@ -37,7 +37,7 @@ class Backward(Protocol):
     def count(self, micro_batch: Any) -> float:
         """The number of examples of a micro-batch, where the caller does not say it."""
 
-    def explain(self) -> None:
+    def raise_known_cause(self) -> None:
         """Raise the error that has made a loss or a gradient NaN, if it is known."""
 
 
@@ -81,7 +81,7 @@ class PlainBackward:
     def count(self, micro_batch: Any) -> float:
         return _length_of_first_axis(micro_batch)
 
-    def explain(self) -> None:
+    def raise_known_cause(self) -> None:
         """Nothing is known of it here."""
 
 
@@ -113,7 +113,7 @@ class CachedBackward:
             return 1  # the loss weighs the ranks' batches by their sizes itself
         return _length_of_first_axis(micro_batch)
 
-    def explain(self) -> None:
+    def raise_known_cause(self) -> None:
         self._cache.check_repetition()
 
 

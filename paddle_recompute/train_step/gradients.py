@@ -26,7 +26,7 @@ def unscale(
     parameters: Sequence[paddle.Tensor],
     loss_scale: float | None,
     *,
-    widen: bool,
+    upcast: bool,
     offloaded: OffloadOptimizer | None,
 ) -> tuple[Gradients, paddle.Tensor]:
     """Divide the gradients of `parameters` by `loss_scale`; returns them by dtype, and their norm,
@@ -37,7 +37,7 @@ def unscale(
     Args:
         parameters: What is updated.
         loss_scale: None: the loss was not scaled.
-        widen: Whether gradients in half precision become float32 before.
+        upcast: Whether gradients in half precision become float32 before.
         offloaded: Has the gradients that are not in ``.grad``, and divides them itself.
 
     Raises:
@@ -54,7 +54,7 @@ def unscale(
             "Paddle computes no norm; make its Embedding with sparse=False"
         )
     alike = by_dtype(gradients)
-    if widen and not alike.keys().isdisjoint(HALF):
+    if upcast and not alike.keys().isdisjoint(HALF):
         _to_float32(parameters)
         gradients = _gradients_of(parameters)
         alike = by_dtype(gradients)

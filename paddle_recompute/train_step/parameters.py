@@ -38,7 +38,7 @@ class TrainedParameters:
     Attributes:
         trained: What the model trains, and what the optimizer updates besides, each once.
         updated: Those that the optimizer has; all, where it cannot be told.
-        moved: Paddle's names of those that it has updated, which have moments.
+        stepped: Paddle's names of the parameters that it has updated, which have moments.
 
     Args:
         model: The Layer.
@@ -56,7 +56,7 @@ class TrainedParameters:
         self.trained: list[paddle.Tensor] = []
         self.updated: list[paddle.Tensor] = []
         self._cleared_here: Sequence[paddle.Tensor] = ()  # not by the optimizer
-        self.moved: set[str] = set()
+        self.stepped: set[str] = set()
         self._without_moments: list[paddle.Tensor] = []
         self._find(self._walk.parameters())
         self._warn_of_not_updated()
@@ -90,7 +90,7 @@ class TrainedParameters:
         of_optimizer = {*map(id, parameters_of_optimizer(self._optimizer))}
         self.updated = [p for p in trained if id(p) in of_optimizer or not of_optimizer]
         self._cleared_here = [p for p in own if p.stop_gradient or id(p) not in of_optimizer]
-        self._without_moments = [p for p in self.updated if p.name not in self.moved]
+        self._without_moments = [p for p in self.updated if p.name not in self.stepped]
 
     def _warn_of_not_updated(self) -> None:
         of_optimizer = {*map(id, self.updated)}
@@ -104,10 +104,10 @@ class TrainedParameters:
                 f" and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else "",
             )
 
-    def note_moved(self) -> None:
-        """Remember what the optimizer updates now; free once it is all."""
+    def note_stepped(self) -> None:
+        """Record what the optimizer updates in this step; costs nothing once all have moments."""
         if self._without_moments:
-            self.moved.update(p.name for p in self._without_moments if p.grad is not None)
+            self.stepped.update(p.name for p in self._without_moments if p.grad is not None)
             self._without_moments = [p for p in self._without_moments if p.grad is None]
 
     def clear_gradients(self, *, after_error: bool = False) -> None:

@@ -1,9 +1,9 @@
 """Pending metrics: losses and gradient norms not yet copied to the host.
 
-To read a number of a step, the host waits until the device has made the step, and meanwhile puts no
-more work into its queue. So nothing is copied before it is asked for, and what follows from the
-numbers is done on the device: where loss or norm of a step is not finite, this step and all after
-it leave the parameters alone. The error comes when one of these steps is looked at.
+To read a number of a step, the host must wait for the device, and queues no work meanwhile. So
+numbers are copied only when they are read, and decisions are made on the device: if loss or norm of
+a step is not finite, neither this step nor later ones change the parameters. The error is raised
+when the result of one of these steps is read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import paddle
 
 from paddle_recompute.errors import DivergenceError
 
-LOOK_EVERY = 64
-"""Steps after which `TrainStep` reads them itself."""
+READ_EVERY = 64
+"""`TrainStep` reads them itself in the first step and then every so many steps."""
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class Outcome:
 
     Attributes:
         losses: Of each micro-batch, one number.
-        divisors: What each of them counts less than its value.
+        divisors: What the loss of each is divided by; its inverse is its weight.
         norm: Of the gradient, one number.
         agreed_loss: The loss of all ranks, where there are several: float64, ``[1]``.
         figures: (loss, norm), where they were read.
@@ -76,14 +76,14 @@ def read_all(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
 
 
 class PendingMetrics:
-    """The steps since the last look.
+    """The steps whose loss and norm the host has not read.
 
     Args:
-        explain: Raises the error that has made a loss or a gradient NaN, if there is one.
+        raise_known_cause: Raises the error that has made a loss or a gradient NaN, if it is known.
     """
 
-    def __init__(self, explain: Callable[[], None]) -> None:
-        self._explain = explain
+    def __init__(self, raise_known_cause: Callable[[], None]) -> None:
+        self._raise_known_cause = raise_known_cause
         self._outcomes: list[Outcome] = []
         self._all_finite: paddle.Tensor | None = None
         self._num_steps = 0
@@ -98,39 +98,37 @@ class PendingMetrics:
         self._outcomes.append(outcome)
         return finite
 
-    def look_if_due(self) -> None:
-        """Look at all that is unread, in the first step and then in every one of `LOOK_EVERY`.
+    def read_if_due(self) -> None:
+        """Read all that is pending in the first step and then in every `READ_EVERY`-th.
 
         Raises:
-            DivergenceError: As `look_at` does.
+            DivergenceError: As `read_until` does.
         """
         self._num_steps += 1
-        if self._num_steps % LOOK_EVERY == 1:
-            self.look()
+        if self._num_steps % READ_EVERY == 1:
+            self.read_pending()
 
-    def look(self) -> None:
-        """Look at all that is unread.
+    def read_pending(self) -> None:
+        """Read all that is pending.
 
         Raises:
-            DivergenceError: As `look_at` does.
+            DivergenceError: As `read_until` does.
         """
         if self._outcomes:
-            self.look_at(self._outcomes[-1])
+            self.read_until(self._outcomes[-1])
 
-    def look_at(self, outcome: Outcome) -> tuple[float, float]:
-        """(loss, norm) of a step.
+    def read_until(self, outcome: Outcome) -> tuple[float, float]:
+        """Read the pending steps up to that of `outcome`; returns its (loss, norm).
 
         Raises:
-            DivergenceError: One of them is not finite, or was not in a step before that was not
-                looked at until now.
+            DivergenceError: A loss or a norm of these steps is not finite.
         """
         if outcome.error is not None:
             raise outcome.error
         if outcome not in self._outcomes:
             return read_all([outcome])[0]
         index = self._outcomes.index(outcome)
-        looked_at = self._outcomes[: index + 1]
-        figures = read_all(looked_at)
+        figures = read_all(self._outcomes[: index + 1])
         for position, (loss, norm) in enumerate(figures):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self._diverged(loss, norm, position, index - position)
@@ -144,13 +142,13 @@ class PendingMetrics:
         for later, outcome in enumerate(self._outcomes[place:]):
             outcome.error = divergence(loss, norm, later)
         self._outcomes, self._all_finite = [], None
-        self._explain()
+        self._raise_known_cause()
         raise divergence(loss, norm, steps_ago)
 
 
 def divergence(loss: float, norm: float, steps_ago: int = 0) -> DivergenceError:
     """The error of a step without a loss scale that was not made."""
-    when = f" of the step {steps_ago} before the one that was looked at" if steps_ago else ""
+    when = f" of the step {steps_ago} before the one whose result was read" if steps_ago else ""
     error = DivergenceError(
         f"the loss is {loss} and the gradient norm {norm}{when}; the parameters are as they were "
         "before this step. Lower the learning rate, lengthen its warm-up, or set clip_grad_norm"

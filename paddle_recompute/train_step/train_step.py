@@ -11,7 +11,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.cpu_settings import say_what_is_missing
+from paddle_recompute._paddle.cpu_settings import log_missing_cpu_settings
 from paddle_recompute._paddle.flat import Gradients, scale_all
 from paddle_recompute._paddle.updates import (
     keeps_parameters_at_rate_0,
@@ -154,8 +154,8 @@ class TrainStep:
                 in `sync`, which has its own.
 
         Raises:
-            ConfigError: `accumulate_steps` or `clip_grad_norm` is not positive, not one of
-                `loss_fn` and `grad_cache` is given, `sync` is not a mode or is not over all that
+            ConfigError: `accumulate_steps` or `clip_grad_norm` is not positive, neither or both of
+                `loss_fn` and `grad_cache` are given, `sync` is not a mode or is not over all that
                 is trained, gradients are kept in ``main_grad``, or `amp` cannot be honoured on
                 this device.
             SyncError: The ranks' parameters differ.
@@ -193,8 +193,8 @@ class TrainStep:
         self._accumulate_steps = accumulate_steps
         self._clip_grad_norm = clip_grad_norm
         self._num_examples = num_examples or self._backward.count
-        self._unread = PendingMetrics(self._backward.explain)
-        self._is_examined = False
+        self._unread = PendingMetrics(self._backward.raise_known_cause)
+        self._has_logged_cpu_settings = False
 
     @ends_all_ranks()
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
@@ -213,10 +213,11 @@ class TrainStep:
                 no gradient, the number of examples cannot be determined, the optimizer has
                 parameters that `sync` does not synchronize, a gradient is sparse, or gradients are
                 disabled.
-            DivergenceError: Loss or gradient is not finite, without a loss scale or even after it
-                was lowered. The parameters are unchanged. If the step copies nothing to the host,
-                the error is raised when the result is read, in `state_dict`, or 64 steps later;
-                neither this step nor later ones have changed the parameters then.
+            DivergenceError: Loss or gradient is not finite; with a loss scale only if that holds
+                for many steps in a row, or if the scale cannot go lower. The parameters are
+                unchanged. If the step copies nothing to the host, the error is raised when the
+                result is read, in `state_dict`, or 64 steps later; neither this step nor later ones
+                have changed the parameters then.
             RecomputeError: A second forward of `grad_cache` differs from the first; raised at the
                 same time as `DivergenceError`.
         """
@@ -235,7 +236,7 @@ class TrainStep:
             gradients, norm = unscale(
                 self._parameters.updated,
                 loss_scale,
-                widen=self._amp is not None,
+                upcast=self._amp is not None,
                 offloaded=self._offloaded,
             )
             agreed = self._sync.agreed
@@ -250,20 +251,20 @@ class TrainStep:
             raise
         finally:
             if self._offloaded is not None:
-                self._offloaded.finish_with(OnComplete())
+                self._offloaded.set_on_complete(OnComplete())  # back to the default
         self._parameters.clear_gradients()
         if self._scaler is not None and loss_scale is not None:
             self._scaler.update(finite)
             self._scale_residuals(self._scaler.scale / loss_scale)
         seconds = self._seconds(began, synchronized)
-        if not self._is_examined and seconds["forward_backward"] > SLOW:
-            self._is_examined = True
-            say_what_is_missing()
+        if not self._has_logged_cpu_settings and seconds["forward_backward"] > SLOW:
+            self._has_logged_cpu_settings = True
+            log_missing_cpu_settings()
         if must_read:
             [(loss, grad_norm)] = read_all([outcome])
             return StepResult(loss, grad_norm, seconds, not finite, loss_scale)
-        self._unread.look_if_due()
-        return StepResult.unread(functools.partial(self._unread.look_at, outcome), seconds)
+        self._unread.read_if_due()
+        return StepResult.unread(functools.partial(self._unread.read_until, outcome), seconds)
 
     # ------------------------------------------------------------------- the phases of a step
 
@@ -287,7 +288,7 @@ class TrainStep:
         """
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
         total = math.fsum(counts)
-        self._sync.report = StepReport(total, self._terms())
+        self._sync.report = StepReport(total, self._settings_to_agree())
         return [total / count for count in counts]
 
     def _set_up_offloaded(self, offloaded: OffloadOptimizer, loss_scale: float | None) -> None:
@@ -296,8 +297,8 @@ class TrainStep:
         """
         is_double = any(p.dtype == paddle.float64 for p in self._parameters.trained)
         norm_dtype = paddle.float64 if is_double else paddle.float32
-        offloaded.finish_with(
-            OnComplete(loss_scale, widen=self._amp is not None, norm_dtype=norm_dtype)
+        offloaded.set_on_complete(
+            OnComplete(loss_scale, upcast=self._amp is not None, norm_dtype=norm_dtype)
         )
 
     def _forward_backward(
@@ -357,11 +358,11 @@ class TrainStep:
             DivergenceError: A step whose result was not read was not finite.
             SyncError: An update of a `ShardedOptimizer` did not reach all ranks, or a rank failed.
         """
-        self._unread.look()
+        self._unread.read_pending()
         moments = state_of(
             self._optimizer,
             structured_parameters(self._model, self._loss),
-            updated=self._parameters.moved,
+            updated=self._parameters.stepped,
             loaded=self._loaded,
             keep=keep,
         )
@@ -424,13 +425,13 @@ class TrainStep:
         [(loss, norm)] = read_all([outcome])
         finite = self._is_finite_everywhere(loss, norm)
         if not finite:
-            self._backward.explain()
+            self._backward.raise_known_cause()
             if self._scaler is None:
                 raise divergence(loss, norm)
             return False
         if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
-            for alike in gradients.values():
-                scale_all(alike, self._clip_grad_norm / norm)
+            for same_dtype in gradients.values():
+                scale_all(same_dtype, self._clip_grad_norm / norm)
             if self._offloaded is not None:
                 self._offloaded.scale_gradients(self._clip_grad_norm / norm)
         self._update()
@@ -447,13 +448,13 @@ class TrainStep:
         zero_if(paddle.logical_not(finite), gradients)
         if self._clip_grad_norm is not None:
             scale_to_norm(gradients, outcome.norm, self._clip_grad_norm)
-        rate = finite.astype("float32").reshape([])
-        with learning_rate_times(inner_of(self._optimizer), rate):
+        factor = finite.astype("float32").reshape([])
+        with learning_rate_times(inner_of(self._optimizer), factor):
             self._update()
 
     def _update(self) -> None:
         if self._offloaded is None:
-            self._parameters.note_moved()
+            self._parameters.note_stepped()
         self.is_updating = True
         self._optimizer.step()
         self.is_updating = False
@@ -466,7 +467,7 @@ class TrainStep:
             if residuals:
                 self._sync.set_state_dict({**state, "residuals": residuals})
 
-    def _terms(self) -> dict[str, Any]:
+    def _settings_to_agree(self) -> dict[str, Any]:
         """Settings that must be the same on all ranks in this step."""
         rate = self._optimizer.get_lr()
         return {

@@ -159,6 +159,12 @@ def test_init_takes_a_column_of_labels_for_what_it_is(tmp_path: Path) -> None:
     assert all(pair.positive.endswith(tuple("13579")) for pair in data.train)
 
 
+def test_init_masks_several_positives_of_a_query(tmp_path: Path) -> None:
+    init(tmp_path, [[f"q {n // 2}", f"p {n}"] for n in range(160)])
+    assert "80 queries have several" in (tmp_path / "run.yaml").read_text()
+    assert trained_with(tmp_path / "run.yaml")[0].contrastive.positives == "mask"
+
+
 def test_init_fits_groups_and_duplicates(tmp_path: Path) -> None:
     init(tmp_path, [[f"q {n % 150}", f"p {n % 50}"] for n in range(600)])
     _, data = trained_with(tmp_path / "run.yaml")

@@ -12,7 +12,7 @@ SCOPE = Scope((0, 1, 2), Limits(peer_timeout=30, stall_timeout=60))
 GONE = {"kind": "gone", "rank": 2, "phase": ""}
 LEFT = {"kind": "left", "phases": {"1": "after step 9"}}
 FAILED = {"kind": "failed", "rank": 1, "phase": "in step 4", "message": "KeyError: 'x'."}
-WAITING = {"kind": "waiting", "among": SCOPE.among, "ranks": [0, 1]}
+WAITING = {"kind": "waiting", "among": SCOPE.ranks_key, "ranks": [0, 1]}
 STALLED = "rank 2 did not come within 61 s (stall_timeout) although it shows signs of life"
 STOPPED = "rank 2 has shown no sign of life for 31 s (peer_timeout is 30 s):"
 
@@ -22,7 +22,7 @@ def alive(**silent: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("messages", "waited", "patience", "failure"),
+    ("messages", "waited", "silence", "failure"),
     [
         ([], 59, None, None),
         ([], 61, None, "rank 1, 2 did not come within 61 s (stall_timeout)"),
@@ -40,7 +40,7 @@ def alive(**silent: float) -> dict[str, Any]:
         ([LEFT], 3, None, "rank 1 has ended after step 9; its log may say why"),
         ([FAILED], 0, None, "rank 1 failed in step 4: KeyError: 'x'"),
         ([GONE, FAILED], 0, None, "rank 2 has died"),  # the first is the cause
-        # With patience: why a collective has failed already.
+        # With silence: why a collective has failed already.
         ([alive(r2=4.0)], 0, 5.0, None),
         ([alive(r2=29.0)], 0, 5.0, "rank 2 has shown no sign of life for 29 s: it is stopped"),
         ([LEFT], 0, None, None),
@@ -48,12 +48,12 @@ def alive(**silent: float) -> dict[str, Any]:
     ],
 )
 def test_when_waiting_is_in_vain(
-    messages: list[dict[str, Any]], waited: float, patience: float | None, failure: str | None
+    messages: list[dict[str, Any]], waited: float, silence: float | None, failure: str | None
 ) -> None:
     notes = PeerState(rank=0)
     for message in messages:
         notes.take(message)
-    said = notes.failure(SCOPE, waited, patience=patience)
+    said = notes.failure(SCOPE, waited, silence=silence)
     assert said == failure if failure is None else str(said).startswith(failure)
     if failure in (STALLED, "rank 1 has ended after step 9; its log may say why"):
         assert said == failure

@@ -255,8 +255,8 @@ def test_a_step_that_is_not_finite_leaves_the_parameters_alone(
         step.state_dict()
 
 
-def test_the_first_step_and_every_64th_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_metrics, "LOOK_EVERY", 3)
+def test_the_first_step_and_every_64th_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_metrics, "READ_EVERY", 3)
     bad = batch(3)
     bad[0, 0] = 1e4
     step = step_of(net(), loss_fn=functools.partial(spoilt, of="loss"))

@@ -318,11 +318,11 @@ def _parts(encoder: TrainedEncoder, output: str) -> dict[Path, TrainedEncoder]:
     if len(parts) == 1:
         return {path: encoder}
     folder, name = (path.parent, path.name) if path.suffix in _WEIGHTS else (path, "")
-    for one in parts:
-        (folder / one).parent.mkdir(parents=True, exist_ok=True)
+    for tower in parts:
+        (folder / tower).parent.mkdir(parents=True, exist_ok=True)
         if name:
-            (folder / one).mkdir(exist_ok=True)
-    return {folder / one / name: part for one, part in parts.items()}
+            (folder / tower).mkdir(exist_ok=True)
+    return {folder / tower / name: part for tower, part in parts.items()}
 
 
 @command(

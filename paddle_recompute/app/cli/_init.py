@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -165,6 +166,7 @@ def _fitted(path: Path, file: Path, model: Path | None) -> str:
         most=max(negatives),
         hard_negatives=min(max(min(negatives), 1), _MOST_NEGATIVES),
         without=negatives.count(0),
+        several=sum(count > 1 for count in Counter(pair.query for pair in pairs).values()),
         skipped=len(found.skipped),
         per_rank=per_rank,
         machine=machine,

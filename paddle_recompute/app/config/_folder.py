@@ -134,9 +134,9 @@ class ModelFolder:
             ConfigError: They contradict each other.
         """
         faults = [
-            f"model.{one} is {given[one]!r}, and {self.said_in} says {there!r}"
-            for one, there in self.settings.items()
-            if one not in _OF_TRAINING and given.get(one, there) != there
+            f"model.{key} is {given[key]!r}, and {self.said_in} says {there!r}"
+            for key, there in self.settings.items()
+            if key not in _OF_TRAINING and given.get(key, there) != there
         ]
         if faults:
             raise ConfigError(

@@ -5,7 +5,7 @@ A file is UTF-8, with or without a byte order mark, and may be compressed (``.gz
 - ``.tsv``: ``query<TAB>positive[<TAB>negative...]``. There is no quoting and no escaping. The first
   line may be a header of other columns: ``query``, ``title`` (of the positive), ``positive``,
   ``negative`` and ``label``. Without a header, a third column of 0 or 1 in the first line makes it
-  the label of all lines. Label 0 is no pair.
+  the label of all lines, and another number there is refused. Label 0 is no pair.
 - ``.jsonl``: one object per line, with the keys of `_NAMES`: ``query``, ``positive`` (or several, a
   list) and ``negatives``, each a string or an object with ``title`` and ``text``.
 - ``.json``: the same as a list, as DPR has it, or as lines.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ _NAMES = {
 }
 """What a key, or a column of a header, holds."""
 _NOT_USED = {"_id", "id", "query_id", "dataset", "answers", "negative_ctxs"}
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _NO_TITLE = ("", "-", "null")
 _SUFFIXES = (".tsv", ".jsonl", ".json", ".txt")
 
@@ -217,12 +219,13 @@ class _Parser:
                 )
             self._columns = known + ["negative"] * (len(known) == 2)
             return True
-        if columns[-1] in ("0", "1") and len(columns) > len(("query", "positive")):
+        if _NUMBER.fullmatch(columns[-1]) and len(columns) > len(("query", "positive")):
             self._columns[2:] = ["label"]
-            if len(columns) > len(self._columns):
+            if len(columns) > len(self._columns) or columns[-1] not in ("0", "1"):
                 raise DataError(
-                    f"{self._path}: the last of {len(columns)} columns seems to be a label; name "
-                    "the columns in a first line, such as query<TAB>title<TAB>positive<TAB>label"
+                    f"{self._path}: the last of {len(columns)} columns seems to be a label or a "
+                    f"score, {columns[-1]}; a label is 0 or 1. Name the columns in a first line, "
+                    "such as query<TAB>title<TAB>positive<TAB>label"
                 )
         return False
 

@@ -47,7 +47,7 @@ class Decoder(Layer):
         steps = paddle.arange(0, self._dim, 2, dtype="float32") / self._dim
         angles = positions.astype("float32").unsqueeze(2) / self._theta**steps
         angles = paddle.concat([angles, angles], axis=-1).unsqueeze(2)
-        cos, sin = (one(angles).astype(hidden.dtype) for one in (paddle.cos, paddle.sin))
+        cos, sin = (function(angles).astype(hidden.dtype) for function in (paddle.cos, paddle.sin))
         for layer in self.layers:
             hidden = layer(hidden, added, cos, sin)
         return self.norm(hidden)
@@ -100,10 +100,10 @@ class GroupedAttention(Layer):
         value = self.v_proj(hidden).reshape([0, 0, self._groups, self._dim])
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = (one * cos + _half_turned(one) * sin for one in (query, key))
+        query, key = (states * cos + _half_turned(states) * sin for states in (query, key))
         # [batch, groups, heads of a group, length, dim]
         query = query.reshape([0, 0, self._groups, -1, self._dim]).transpose([0, 2, 3, 1, 4])
-        key, value = (one.transpose([0, 2, 1, 3]).unsqueeze(2) for one in (key, value))
+        key, value = (states.transpose([0, 2, 1, 3]).unsqueeze(2) for states in (key, value))
         found = self.attend(query, key, value, added).transpose([0, 3, 1, 2, 4])
         return self.o_proj(found.reshape([0, 0, self._heads * self._dim]))
 

@@ -70,8 +70,10 @@ class MiningOptions:
     def __post_init__(self) -> None:
         for name in ("num_negatives", "first_rank", "last_rank"):
             check_count(name, getattr(self, name))
-        margins = [one for one in (self.margin, self.relative_margin) if one is not None]
-        are_numbers = all(isinstance(one, float | int) and 0 <= one <= 2 for one in margins)
+        margins = [margin for margin in (self.margin, self.relative_margin) if margin is not None]
+        are_numbers = all(
+            isinstance(margin, float | int) and 0 <= margin <= 2 for margin in margins
+        )
         if not are_numbers or self.first_rank > self.last_rank:
             raise DataError(
                 f"received ranks {self.first_rank} to {self.last_rank} and margins {margins}; "

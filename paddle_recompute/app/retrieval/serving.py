@@ -178,13 +178,13 @@ def _name_outputs(file: Path, names: list[str]) -> None:
     import onnx
 
     model = onnx.load(str(file))
-    for one, name in zip(model.graph.output, names, strict=True):
-        model.graph.node.append(onnx.helper.make_node("Identity", [one.name], [name]))
-        one.name = name
-    for one in [*model.graph.input, *model.graph.output]:
-        sizes = one.type.tensor_type.shape.dim
+    for output, name in zip(model.graph.output, names, strict=True):
+        model.graph.node.append(onnx.helper.make_node("Identity", [output.name], [name]))
+        output.name = name
+    for value in [*model.graph.input, *model.graph.output]:
+        sizes = value.type.tensor_type.shape.dim
         sizes[0].dim_param = "batch"
-        if len(sizes) == 3 or one in model.graph.input:
+        if len(sizes) == 3 or value in model.graph.input:
             sizes[1].dim_param = "length"
     # Those of paddle2onnx 2.1 may be wrong (MPNet's positions); onnxruntime infers them.
     del model.graph.value_info[:]
@@ -215,9 +215,9 @@ def _save(encoder: TrainedEncoder, folder: Path, model: _Normalised) -> Path:
     for shape in ((1, 2), (3, encoder.longest("document"))):
         ids = check.integers(1, encoder.tokenizer.vocab_size, shape)
         others = [check.integers(0, 2, shape) for _ in specs[1:]]
-        given = [paddle.to_tensor(one) for one in (ids, *others)]
+        given = [paddle.to_tensor(array) for array in (ids, *others)]
         with paddle.no_grad():
-            both = [tensors_in([one(*given)]) for one in (loaded, model)]
+            both = [tensors_in([network(*given)]) for network in (loaded, model)]
         difference = max(float((a - b).abs().max()) for a, b in zip(*both, strict=True))
         if not difference < _TOLERANCE:
             raise StaticGraphError(

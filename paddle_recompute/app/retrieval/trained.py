@@ -83,7 +83,7 @@ class TrainedEncoder:
         alone = replace(self, config=config.model_copy(update={"towers": "shared", "frozen": None}))
         of_query = replace(alone, max_positive_tokens=self.max_query_tokens)
         made = zip(("query", "document"), (of_query, alone), encoders, strict=True)
-        return {name: replace(one, model=model) for name, one, model in made}
+        return {name: replace(encoder, model=model) for name, encoder, model in made}
 
     def longest(self, side: Side, max_tokens: int | None = None) -> int:
         """Where texts of a side are cut, in tokens; `max_tokens` replaces the limit of training.
@@ -214,7 +214,7 @@ def _pretrained(folder: Path) -> TrainedEncoder:
     model = build_model(config, tokenizer.vocab_size)
     model.eval()
     query, document = found.limits or (config.max_tokens, config.max_tokens)
-    files = [one for one in sorted(folder.rglob("*")) if one.suffix in _OF_A_MODEL]
+    files = [path for path in sorted(folder.rglob("*")) if path.suffix in _OF_A_MODEL]
     return TrainedEncoder(
         model=model,
         tokenizer=tokenizer,
@@ -292,7 +292,7 @@ def encode_texts(
         rank, num_ranks = place_of(over_ranks)
         # Ranks with a batch less than others have encoded the first one again.
         own = len(range(rank, -(-len(texts) // batch_size), num_ranks))
-        sums = [sum(one[:own]) for one in (tokenizer.cut, tokenizer.unknown)]
+        sums = [sum(numbers[:own]) for numbers in (tokenizer.cut, tokenizer.unknown)]
         every = values_of_ranks(sums, "counts of texts") if num_ranks > 1 else [sums]
         for name, found in zip(("cut", "unknown"), zip(*every, strict=True), strict=True):
             counts[name] = counts.get(name, 0) + sum(found)

@@ -1,4 +1,4 @@
-"""The loop over the steps of a run, and the protocol of what happens around it.
+"""The loop over the epochs and steps of a run, and the callbacks around it.
 
 `train` runs the steps; a `Callback` shows, writes and saves. Every rank calls every method of every
 callback, in the same order, so a callback may use collectives. The metrics are the same numbers on

@@ -1,4 +1,4 @@
-"""The memory of a training step: measured, or estimated from the calls of its blocks.
+"""The peak memory of a training step: measured, or estimated from the calls of its blocks.
 
 The steps run on a separate model, which is then discarded. The model to train is not built yet, so
 its weights, moments and hooks cannot change.

@@ -107,10 +107,10 @@ def wrap(model: paddle.nn.Layer, config: Config, plan: RecomputePlan | None = No
     if config.recompute.offload_parameters != "none":
         return str(offload_layers(model, config.recompute))
     if config.recompute.enable:
-        done = [str(apply_recompute(one, config.recompute)) for one in encoders_of(model)]
+        done = [str(apply_recompute(tower, config.recompute)) for tower in encoders_of(model)]
         return "; ".join(dict.fromkeys(done))
-    for one in encoders_of(model):
-        check_patterns(one, config.recompute)
+    for tower in encoders_of(model):
+        check_patterns(tower, config.recompute)
     return ""
 
 

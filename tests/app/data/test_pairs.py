@@ -263,8 +263,9 @@ def test_files_of_people(case: str, mark: str, tmp_path: Path) -> None:
         (
             "p.tsv",
             "a\tT\tb\t1\n",
-            r"p.tsv: the last of 4 columns seems to be a label; name",
+            r"p.tsv: the last of 4 columns seems to be a label or a score, 1; a",
         ),
+        ("p.tsv", "a\tb\t0.5\nc\td\t4\n", r"seems to be a label or a score, 0.5; a label is 0"),
         ("p.tsv", "query\tpositive\tid\n", r"p.tsv: its header has the column 'id'; allowed are"),
         (
             "p.json",
