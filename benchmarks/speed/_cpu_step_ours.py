@@ -1,0 +1,72 @@
+"""The side of `cpu_step` that is ours: the encoder with forms switched on one after another.
+
+Argument: the plan as JSON. It reads a line ``way form`` and prints the CPU seconds of one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+
+from paddle_recompute import ContrastiveLoss, GradCache, build_model, use_cpu_settings
+from paddle_recompute._paddle import cpu_forms
+from paddle_recompute.app.config import ModelConfig
+
+PADDLES = {
+    "dropout": F.dropout,
+    "add_mask": lambda scores, mask: scores + mask,
+    "add_bias": lambda x, bias: x + bias,
+}
+"""What each form stands for."""
+FORMS = {
+    "before": (),
+    "dropout": ("dropout",),
+    "mask": ("dropout", "add_mask"),
+    "bias": (*PADDLES,),
+}
+"""The forms that are on, by the last one."""
+
+
+def make_step(way: str, form: str, plan: dict[str, Any]) -> Callable[[], object]:
+    """A training step of a fresh model."""
+    paddle.seed(0)
+    model = build_model(ModelConfig(preset="tiny", **plan["model"]), plan["words"])
+    loss = ContrastiveLoss(plan["temperature"], symmetric=False, normalize=True)
+    optimizer = paddle.optimizer.AdamW(1e-3, parameters=model.parameters(), weight_decay=0.01)
+    sides = [paddle.to_tensor(np.array(side)) for side in plan["batch"]]
+    cache = GradCache(model, loss, chunk_tokens=plan["chunk_tokens"])
+
+    def step() -> None:
+        with contextlib.ExitStack() as off:
+            for name in PADDLES.keys() - FORMS[form]:
+                off.enter_context(mock.patch.object(cpu_forms, name, PADDLES[name]))
+            if way == "plain":
+                loss(*map(model, sides)).backward()
+            else:
+                cache.backward(*sides)
+            optimizer.step()
+            optimizer.clear_grad()
+
+    return step
+
+
+if __name__ == "__main__":
+    use_cpu_settings()
+    plan = json.loads(sys.argv[1])
+    steps = {
+        (way, form): make_step(way, form, plan) for way in ("plain", "cached") for form in FORMS
+    }
+    for line in sys.stdin:
+        way, form = line.split()
+        start = time.process_time()
+        steps[way, form]()
+        print(time.process_time() - start, flush=True)
