@@ -84,7 +84,7 @@ class Snapshot:
         for layer in layers:
             entries = layer.__dict__
             reader = reader_of(entries, {FLAG})
-            self.add(entries, reader, reader[1](entries))
+            self.add(entries, reader, reader.read(entries))
 
     def add_layers(self, layers: list[paddle.nn.Layer]) -> list[dict[str, Any]]:
         """Record sublayers, parameters and hooks of `layers`; returns their ``__dict__``."""
@@ -291,7 +291,7 @@ class Snapshot:
 
 def _is_same(container: Any, reader: Reader, before: list[Any], size: int) -> bool:
     try:
-        return len(container) == size and all(map(is_, reader[1](container), before))
+        return len(container) == size and all(map(is_, reader.read(container), before))
     except KeyError:
         return False
 
