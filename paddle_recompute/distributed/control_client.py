@@ -133,9 +133,11 @@ class ControlClient:
         self._link.send({"kind": "arrive", **fields, "value": value})
         self.wait_until(answer.arrived.wait, label, scope)
         by_value = answer.by_value
-        if len({one["label"] for one in by_value}) > 1:
+        if len({reply["label"] for reply in by_value}) > 1:
             raise self.fail(ranks_at_different_calls(where(by_value)))
-        return [RankValue(tuple(one["ranks"] or scope.ranks), one["value"]) for one in by_value]
+        return [
+            RankValue(tuple(reply["ranks"] or scope.ranks), reply["value"]) for reply in by_value
+        ]
 
     def compare(self, label: str, scope: Scope, content: Any) -> list[RankValue] | None:
         """Which ranks have which content, of at most 8 different ones; None: all have the same.
@@ -147,10 +149,10 @@ class ControlClient:
         digests = self.exchange(label, scope, digest, max_values=_MAX_SHOWN_VALUES)
         if len(digests) == 1:
             return None
-        senders = [one.ranks[0] for one in digests]
+        senders = [group.ranks[0] for group in digests]
         values = self.exchange(label, scope, content if self.rank in senders else None)
         content_of = {rank: value.content for value in values for rank in value.ranks}
-        return [RankValue(one.ranks, content_of[one.ranks[0]]) for one in digests]
+        return [RankValue(group.ranks, content_of[group.ranks[0]]) for group in digests]
 
     def wait_until(
         self,

@@ -112,9 +112,9 @@ class DebuggedFrame(Frame):
 
     def new_recomputation(self, *args: Any) -> Recomputation:
         """See `Frame`."""
-        recomputation = _DebuggedRecomputation(self._then, *args)
-        self._now = recomputation.places
-        return recomputation
+        again = _DebuggedRecomputation(self._then, *args)
+        self._now = again.places
+        return again
 
     def recompute(self, is_last: bool) -> None:
         """See `Frame`."""
@@ -135,7 +135,7 @@ class DebuggedFrame(Frame):
         root = getattr(call.function, "__self__", call.function)
         for number, (then, now) in enumerate(zip_longest(self._then, self._now)):
             if then != now:
-                was, became = (place.words(root) if place else "nothing" for place in (then, now))
+                was, became = (side.words(root) if side else "nothing" for side in (then, now))
                 return (
                     f"\nThe first difference is saved tensor {number}:\n"
                     f"  first forward:  {was}\n  second forward: {became}"
