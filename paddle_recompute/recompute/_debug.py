@@ -112,9 +112,9 @@ class DebuggedFrame(Frame):
 
     def new_recomputation(self, *args: Any) -> Recomputation:
         """See `Frame`."""
-        again = _DebuggedRecomputation(self._then, *args)
-        self._now = again.places
-        return again
+        recomputation = _DebuggedRecomputation(self._then, *args)
+        self._now = recomputation.places
+        return recomputation
 
     def recompute(self, is_last: bool) -> None:
         """See `Frame`."""
