@@ -60,7 +60,7 @@ def keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     the first one. The backward of `function` uses what its operators saved in the first forward.
     Until then the outputs and what the operators saved are kept, but for what lies in the memory of
     an argument: a linear layer costs the bytes of its output. Random streams, buffers of the Layers
-    that `function` calls, and tensors that it assigns to them, go on as behind the first call.
+    that `function` calls, and tensors that it assigns to them, go on as after the first call.
     Anywhere else, and in the second forward of `GradCache` and `OffloadSequential`, this is the
     plain call.
 

@@ -22,6 +22,7 @@ class Slotted:
 
 class Plain:
     held: Any
+    number: int
 
 
 held_in_module: Any = None
@@ -164,3 +165,24 @@ def test_building(run: Run, place: tuple[str, str], how: str) -> Seen:
     outputs = [run(function, x * 2) for _ in range(2)]
     sum(y.sum() for y in outputs).backward()
     return {"outputs": outputs, "x": x, "made": get(), "is built": is_built}
+
+
+@case(
+    "a {kind} that the forward rebinds to the next one of a list, counted by the same object",
+    kind=["Layer", "parameter"],
+    num_listed=0,
+)
+def test_turns(run: Run, kind: str) -> Seen:
+    holder, made = Plain(), [make(kind) for _ in range(3)]
+    holder.held, holder.number = made[0], 0
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        y = apply(holder.held, x)
+        holder.number += 1
+        holder.held = made[holder.number % 3]
+        return y * (holder.number + 1)
+
+    x = leaf(2, 4)
+    outputs = [run(function, x * 2) for _ in range(4)]
+    sum(y.sum() for y in outputs).backward()
+    return {"outputs": outputs, "x": x, "made": made, "number": holder.number}
