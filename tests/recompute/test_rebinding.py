@@ -186,3 +186,30 @@ def test_turns(run: Run, kind: str) -> Seen:
     outputs = [run(function, x * 2) for _ in range(4)]
     sum(y.sum() for y in outputs).backward()
     return {"outputs": outputs, "x": x, "made": made, "number": holder.number}
+
+
+@case(
+    "a {kind} that the first forward builds in {owner}, with a flag there, tied: {is_tied}",
+    kind=["Layer", "parameter"],
+    owner=["an object", "a Layer"],
+    is_tied=[False, True],
+    num_listed=0,
+)
+def test_building_with_a_flag(run: Run, kind: str, owner: str, is_tied: bool) -> Seen:
+    """Tied: the forward also assigns a parameter that existed before."""
+    holder: Any = Plain() if owner == "an object" else paddle.nn.Layer()
+    holder.held, holder.tied, holder.is_built = None, None, False
+    old, made = make("parameter"), []
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        if not holder.is_built:
+            holder.held, holder.is_built = make(kind), True
+            holder.tied = old if is_tied else None
+            made.append(holder.held)
+        y = apply(holder.held, x)
+        return apply(holder.tied, y) if is_tied else y
+
+    x = leaf(2, 4)
+    y = run(function, x * 2)
+    y.sum().backward()
+    return {"y": y, "x": x, "old": old, "made": made, "is kept": holder.held is made[0]}
