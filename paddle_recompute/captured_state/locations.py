@@ -82,23 +82,29 @@ class Entries:
         Numbers are restored, too, if the forward has rebound a tensor or Layer of the same object
         or the Layer has buffers: they may be the length of a cache, or say that it is filled.
         """
-        before, now = self._before, self.entries
-        changed = {name: _held_now(now, name) for name in self._changed() if name != FLAG}
+        now = self.entries
+        if changed := {name: _held_now(now, name) for name in self._changed() if name != FLAG}:
+            self._left = self._left | self._accepted(changed, found)
+        self._size = len(now) if self._size == len(now) else -1
+
+    def _accepted(self, changed: dict[str, Any], found: Found) -> set[str]:
+        """Which of the names in `changed`, with their new values, are not restored."""
+        before = self._before
         built = {
             name
             for name, value in changed.items()
             if is_member(value) and not is_member(before.get(name))
         }
-        if built and all(id(changed[name]) in found() for name in built):
+        if built and {id(changed[name]) for name in built} <= found():
             built = set()
-        numbers = {name for name in changed if isinstance(before.get(name), _NUMBERS)} - built
         is_cache = self.is_state or any(
             isinstance(value, paddle.Tensor) or (not built and is_member(value))
             for name, value in changed.items()
             if name not in built
         )
-        self._left = self._left | (built if is_cache else built | numbers)
-        self._size = len(now) if self._size == len(now) else -1
+        if is_cache:
+            return built
+        return built | {name for name in changed if isinstance(before.get(name), _NUMBERS)}
 
     def restore(self) -> Callable[[], None] | None:
         """See `Location`."""
