@@ -265,6 +265,9 @@ bench-retrieval_vs_sentence_transformers: venv venv-torch
 bench-real_encoder: venv venv-torch
 	.venv/bin/python -m benchmarks.contrastive.real_encoder $(ARGS)
 
+bench-cpu_step: venv venv-torch
+	.venv/bin/python -m benchmarks.speed.cpu_step $(ARGS)
+
 bench-paddle_restart: venv-etcd
 	.venv-etcd/bin/python -m benchmarks.faults.paddle_restart $(ARGS)
 

@@ -24,7 +24,6 @@ from paddle_recompute.app.config import ModelConfig
 PADDLES = {
     "dropout": F.dropout,
     "add_mask": lambda scores, mask: scores + mask,
-    "add_bias": lambda x, bias: x + bias,
 }
 """What each form stands for."""
 FORMS = {

@@ -1,10 +1,12 @@
 """Operators of an encoder in bitwise identical forms that take Paddle less time on a CPU.
 
-Paddle's CPU kernels (2.6, 3.x) compute a bias' gradient column by column, draw the numbers of a
-dropout mask as floats, and add a broadcast mask element by element. In dygraph, on float32 tensors
-of a CPU and without AMP, the forms here do the same arithmetic in the same order. Elsewhere, so in
-a Program, and for small tensors they are Paddle's own calls. A form can go when Paddle's kernel is
-as fast.
+Paddle's CPU kernels (2.6, 3.x) draw the numbers of a dropout mask as floats, and add a broadcast
+mask element by element. In dygraph, on float32 tensors of a CPU and without AMP, the forms here do
+the same arithmetic in the same order. Elsewhere, so in a Program, and for small tensors they are
+Paddle's own calls. A form can go when Paddle's kernel is as fast.
+
+A PyLayer here has one tensor that needs a gradient: ``paddle.grad`` that asks for one of two ends
+in an error of Paddle's, so a bias keeps Paddle's gradient.
 """
 
 from __future__ import annotations
@@ -20,24 +22,14 @@ from paddle.autograd import PyLayer
 from paddle_recompute._paddle.amp import OFF, amp_state
 from paddle_recompute._paddle.version import is_dygraph
 
-SMALLEST = 2**14
+SMALLEST = 2**16
 """Elements. With fewer, the Python of a form takes longer than it saves."""
 
 
 def use_cpu_forms(model: paddle.nn.Layer) -> None:
-    """Give each Linear, Dropout and MultiHeadAttention of `model`, none of a subclass, its form."""
+    """Give each Dropout and MultiHeadAttention of `model`, none of a subclass, its form."""
     for layer in model.sublayers(include_self=True):
         layer.__class__ = FORMS.get(type(layer), type(layer))
-
-
-class Linear(paddle.nn.Linear):
-    """Paddle's, with the gradient of the bias summed along the rows of memory."""
-
-    def forward(self, input: paddle.Tensor) -> paddle.Tensor:
-        """As Paddle's."""
-        if self.bias is None or self.bias.stop_gradient or not _is_on(input):
-            return paddle.nn.Linear.forward(self, input)
-        return add_bias(F.linear(input, self.weight), self.bias)
 
 
 class Dropout(paddle.nn.Dropout):
@@ -79,7 +71,6 @@ class MultiHeadAttention(paddle.nn.MultiHeadAttention):
 
 
 FORMS = {
-    paddle.nn.Linear: Linear,
     paddle.nn.Dropout: Dropout,
     paddle.nn.MultiHeadAttention: MultiHeadAttention,
 }
@@ -102,11 +93,6 @@ def dropout(x: paddle.Tensor, p: float) -> paddle.Tensor:
 def add_mask(scores: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
     """``scores + mask``, of float32; a `mask` that needs a gradient is added as Paddle adds it."""
     return scores + (mask.expand(scores.shape) if mask.stop_gradient else mask)
-
-
-def add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
-    """``x + bias``; the gradient of `bias` has Paddle's bits, but for the sign of a zero."""
-    return _AddBias.apply(x, bias)
 
 
 @paddle.jit.not_to_static
@@ -139,22 +125,6 @@ def _kept_draws(p: float) -> tuple[int, int]:
     numerator, denominator = middle.as_integer_ratio()
     bits = denominator.bit_length() - 1
     return (bits, numerator) if bits <= 30 else (0, 0)
-
-
-class _AddBias(PyLayer):  # type: ignore[misc, unused-ignore]
-    """``x + bias``; nothing is saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
-        return x + bias
-
-    @staticmethod
-    def backward(ctx: Any, dy: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        rows = dy.reshape([-1, dy.shape[-1]])
-        # Row by row into one, as Paddle's kernel does it for each column in turn.
-        first = paddle.zeros([rows.shape[0], 1], dtype="int64")
-        total = paddle.scatter_nd_add(paddle.zeros([1, rows.shape[1]], rows.dtype), first, rows)
-        return dy, total.reshape([-1])
 
 
 class _Masked(PyLayer):  # type: ignore[misc, unused-ignore]

@@ -1,8 +1,8 @@
 """What was measured of a step, as plain data that JSON can hold, and what it takes under choices.
 
-One real step is measured, with every call of a block recomputed (`measure`). A plain call keeps its
-activations from its forward to its backward, and has no second forward: so the bytes of a step in
-which some calls are plain are those of the measured one, plus what these calls keep at the time.
+One real step is measured, with every call of a block recomputed (`measure_costs`). A plain call
+keeps its activations from its forward to its backward, and has no second forward: so the bytes of a
+step in which some calls are plain are those of the measured one, plus what these calls keep then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`plan` and `estimate`: the two questions that a user asks."""
+"""`estimate`: what a step takes. `plan`: the fastest recompute within a memory budget."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from paddle_recompute.planner.measured_costs import Progress, measure_costs, unt
 from paddle_recompute.planner.recompute_plan import RecomputePlan, infeasible, make_plan
 from paddle_recompute.planner.search import Units, choices_of_policy, smallest
 
-MOST_CORRECTIONS = 3
-"""How often a plan whose measured step was above the budget is made anew."""
+MAX_CORRECTIONS = 3
+"""How often a plan is made anew after its step was measured."""
 CLOSE = 0.005
-"""Part of the budget: a plan whose step took so much less than predicted is made anew."""
+"""A plan is made anew too if its step took less than predicted by this part of the budget."""
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,20 @@ def estimate(
     """What a training step of `model` takes: its peak in bytes, and its seconds.
 
     Runs the step with every block recomputed, and a few more in which one call of each kind is
-    plain (`planner.measure`). The plain step is predicted, not run. Parameters, buffers, gradients
-    and random streams stay as they are. Costs about 4 to 6 plain steps. On several ranks, all of
-    them call it.
+    plain (`planner.measure_costs`). The plain step is predicted, not run. Parameters, buffers,
+    gradients and RNG state stay as they are. Costs about 4 to 6 plain steps. On several ranks, all
+    of them call it.
 
     Args:
         model: The Layer, in the mode in which it is trained, and not wrapped.
         sample_batch: A micro-batch as `loss_fn` or `grad_cache` take it.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar.
-        optimizer: Whose moments are held; None: none.
+        optimizer: Its moments count as held; None: no moments.
         recompute: What is recomputed; None: nothing.
         grad_cache: Instead of `loss_fn`.
         sync: The synchronization, which is kept out of the measurement.
-        batch_size: Rows of the batch, if not those of `sample_batch`: smaller ones are measured.
+        batch_size: Rows to predict for, extrapolated from smaller batches that are measured; None:
+            those of `sample_batch`.
         checkpoints: Patterns of the blocks; None: those of `recompute`, or they are found.
         progress: Called with (done, total): the kinds of calls that were measured.
         **options: More of `Job`: ``extra_bytes``, ``keeps_gradients``, ``autocast``.
@@ -170,8 +171,8 @@ def plan(
         grad_cache: As in `estimate`.
         sync: As in `estimate`.
         checkpoints: As in `estimate`.
-        keep: Patterns as in ``recompute.keep``: of each block the plan chooses whether it is plain,
-            or recomputed but for these parts.
+        keep: Patterns as in ``recompute.keep``: the plan makes each block either plain, or
+            recomputed except for these parts.
         verify: Run forward and backward under the plan and measure them. If they take more than
             predicted, the difference is added to the bytes that the step always holds, and the plan
             is made again, at most three times.
@@ -254,7 +255,7 @@ def bytes_of_budget(given: Any) -> int:
 
 
 def verified(job: Job, found: RecomputePlan) -> RecomputePlan:
-    """The plan after its forward and backward were measured, or one that was made anew.
+    """`found` if its measured forward and backward are within the budget, or one made anew.
 
     Raises:
         PlanError: Nothing stays within the budget.
@@ -280,40 +281,40 @@ def within_budget(found: RecomputePlan, peak: Callable[[RecomputePlan], int]) ->
     measured: dict[str, int] = {}
     within: list[RecomputePlan] = []
 
-    def excess(one: RecomputePlan) -> int:
-        """Measure a plan; what its step took more than predicted."""
+    def measure(one: RecomputePlan) -> int:
+        """Measure the step of a plan; returns the bytes that it took beyond the prediction."""
         taken = measured[one.hash] = peak(one)
-        more = taken - one.peak_bytes
+        excess = taken - one.peak_bytes
         if taken <= budget:
-            costs = replace(one.costs, excess=one.costs.excess + more)
+            costs = replace(one.costs, excess=one.costs.excess + excess)
             within.append(replace(one, measured_bytes=taken, costs=costs))
-        return more
+        return excess
 
-    for _ in range(1 + MOST_CORRECTIONS):
-        more = excess(found)
+    for _ in range(1 + MAX_CORRECTIONS):
+        excess = measure(found)
         is_within = measured[found.hash] <= budget
-        if is_within and (more > -CLOSE * budget or not found.recomputes):
+        if is_within and (excess > -CLOSE * budget or not found.recomputes):
             break
         try:
-            found = found.recalibrated(more)
+            found = found.recalibrated(excess)
         except PlanError:
             break
         if found.hash in measured:
             break
     if not within:
         least = smallest(found.costs)
-        # Which of these takes least, the costs do not say of a Program.
+        # For a Program the costs do not tell which of these has the smaller peak.
         for choices in (least.whole, tuple(found.costs.units)):
             low = replace(found, choices=choices)
             if low.hash not in measured:
-                excess(low)
+                measure(low)
         if not within:
             raise PlanError(infeasible(found.costs, budget, least, measured.values()))
     return min(within, key=lambda one: one.seconds)
 
 
 def measured_peak(job: Job, found: RecomputePlan) -> int:
-    """The peak of a second forward and backward under the plan, with what is held in training."""
+    """The peak of a step under the plan: of its second forward and backward, or of its update."""
     with untouched(job):
         found.apply(job.model)
         for _ in range(2):
@@ -324,5 +325,5 @@ def measured_peak(job: Job, found: RecomputePlan) -> int:
             peak = memory.peak_bytes() - before
             if not job.keeps_gradients:
                 job.clear_gradients()
-    update = found.timeline.points[-1].bytes
+    update = found.timeline.points[-1].bytes  # predicted
     return max(found.costs.base + peak, update)

@@ -1,11 +1,12 @@
 """The planner's search: which calls to recompute, so that a step stays within a budget of bytes and
 takes the least time.
 
-In each interval of the step (`Event`), the calls whose activations exist are the first ones of a
-chain. So dynamic programming along the chain finds the Pareto-optimal pairs of bytes kept and
-seconds saved (labels). Pareto-dominated labels are pruned, and labels whose bytes do not fit into
-an interval. If the backward is not the reverse of the forward (two towers that take turns), this
-counts more activations than exist; then `simulate` finds further calls that need not be recomputed.
+If the backward visits the calls in the reverse order of the forward, they form a chain, and the
+calls that are alive at an `Event` (after their forward, before their backward) are the first ones
+of it. So a dynamic program goes along the chain with labels (bytes kept, seconds of recompute). It
+drops a label that another one beats in both, and one whose bytes exceed the room that an event
+leaves. If the backward has another order (two towers that take turns), this counts more calls as
+alive than are; then `simulate` lets some more calls be plain.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner.costs import PLAIN, StepCosts, Timeline, simulate
 from paddle_recompute.recompute import grouped
 
-MOST_LABELS = 1000
-"""Labels of one boundary; of more than these, equally spaced ones are kept."""
+MAX_LABELS = 1000
+"""Labels after one call; of more than these, equally spaced ones are kept."""
 SAME = 1 - 1e-9
-"""Sums of the same seconds in another order differ in their last bits."""
+"""A time is less than another only below this factor of it: equal sums differ in the last bits."""
 Units = tuple[tuple[str, int], ...]
 """Calls that are recomputed: name of the Layer, and which of its calls in a pass."""
 
@@ -52,12 +53,12 @@ class Solution:
 
 
 def uniform(costs: StepCosts, option: str) -> Units:
-    """The same for all calls."""
+    """All calls alike: none is recomputed for ``"plain"``, else all are."""
     return () if option == PLAIN else tuple(costs.units)
 
 
 def choices_of_policy(costs: StepCosts, config: RecomputeConfig | None) -> Units:
-    """What `config` recomputes of the calls, whose Layers are those that it selects.
+    """The calls that `config` recomputes: those of the Layers that it selects.
 
     Raises:
         PlanError: The policy is ``budget`` or ``segments``.
@@ -77,7 +78,7 @@ def _solution(costs: StepCosts, whole: Collection[tuple[str, int]], exact: bool 
 
 
 def smallest(costs: StepCosts) -> Solution:
-    """What has the smallest peak."""
+    """The solution with the smallest peak: all calls recomputed, or those that keep bytes."""
     kept = {call.unit for call in costs.calls if call.kept > 0}
     return min(
         (_solution(costs, units) for units in (kept, costs.units)),
@@ -93,7 +94,7 @@ def solve(costs: StepCosts, budget: int) -> Solution | None:
         budget: In bytes, parameters and moments included.
     """
     plain = _solution(costs, ())
-    if plain.peak <= budget:  # nothing is faster, and something may seem to be as fast
+    if plain.peak <= budget:  # nothing is faster; the search could return another one as fast
         return plain
     chain = _Chain(costs)
     whole = chain.fastest(budget - costs.base - costs.excess)
@@ -110,9 +111,8 @@ def solve(costs: StepCosts, budget: int) -> Solution | None:
 
 
 def next_faster(costs: StepCosts, seconds: float, budget: int) -> Solution | None:
-    """The solution of the smallest budget above `budget` that takes less than `seconds`.
-
-    None: nothing is faster.
+    """The solution within the smallest budget above `budget` with which a step takes less than
+    `seconds`; None: nothing is faster.
     """
     best = _solution(costs, ())
     if best.seconds >= seconds * SAME:
@@ -129,17 +129,17 @@ def next_faster(costs: StepCosts, seconds: float, budget: int) -> Solution | Non
 
 
 class _Chain:
-    """The units in the reverse order of their backwards, and the highest levels around them.
+    """The units in the reverse order of their backwards, and the measured peaks around them.
 
     Attributes:
         seconds: That the recompute of each unit takes in a step.
-        is_exact: Whether the calls that are alive are the first ones of the chain at any time.
+        is_exact: Whether the calls that are alive are the first ones of the chain at every event.
     """
 
     def __init__(self, costs: StepCosts) -> None:
         calls = costs.calls
         back = [calls[e.call].unit for e in costs.events if e.kind == "again"]
-        ahead = [unit for unit in costs.units if unit not in back]  # their activations are not read
+        ahead = [unit for unit in costs.units if unit not in back]  # their graph is dropped
         self._order = [*ahead, *reversed(list(dict.fromkeys(back)))]
         places = {unit: index for index, unit in enumerate(self._order)}
         self.is_exact = True
@@ -149,25 +149,26 @@ class _Chain:
             self.seconds[call.unit] += call.seconds
             self._kept[call.unit] = max(self._kept[call.unit], call.kept)
         count = len(self._order)
-        self._always = [0] * (count + 1)
-        self._whole, self._plain = [0] * count, [0] * count
+        # By how many first units may be alive; then by unit, while it runs recomputed, or plain.
+        self._peak_around = [0] * (count + 1)
+        self._peak_recomputed, self._peak_plain = [0] * count, [0] * count
         alive: set[int] = set()
         level, with_backward = 0, costs.with_backward
         for event in costs.events:
             number = max((1 + places[calls[alive_call].unit] for alive_call in alive), default=0)
             self.is_exact &= number == len(alive)
-            own = event.call >= 0 and event.kind in ("forward", "again")
-            if own:
+            is_run = event.call >= 0 and event.kind in ("forward", "again")
+            if is_run:
                 place = places[calls[event.call].unit]
-                # What is alive beside it: all before it, and what else there is.
+                # Alive beside it: all units before it, and those that are measured as alive.
                 number = max(number, place)
-            if own and number == place:
-                self._whole[place] = max(self._whole[place], event.peak)
+            if is_run and number == place:
+                self._peak_recomputed[place] = max(self._peak_recomputed[place], event.peak)
                 rise = calls[event.call].rise if event.kind == "forward" else 0
                 least = event.peak if event.kind == "forward" else 0
-                self._plain[place] = max(self._plain[place], least, level + rise)
+                self._peak_plain[place] = max(self._peak_plain[place], least, level + rise)
             else:
-                self._always[number] = max(self._always[number], event.peak)
+                self._peak_around[number] = max(self._peak_around[number], event.peak)
             level = event.level
             if event.kind == "forward" and event.call in with_backward:
                 alive.add(event.call)
@@ -176,23 +177,24 @@ class _Chain:
 
     def fastest(self, room: int) -> set[tuple[str, int]] | None:
         """The units to recompute within `room` bytes; None if that is too little."""
-        labels: list[tuple[int, float, int]] = [(0, 0.0, 0)]  # bytes, seconds, whole ones as bits
+        labels: list[tuple[int, float, int]] = [(0, 0.0, 0)]  # bytes, seconds, bits of units
         for index, unit in enumerate(self._order):
-            limit = room - self._always[index]
-            whole, plain = room - self._whole[index], room - self._plain[index]
+            limit = room - self._peak_around[index]
+            if_recomputed = room - self._peak_recomputed[index]
+            if_plain = room - self._peak_plain[index]
             kept, seconds = self._kept[unit], self.seconds[unit]
             found = [
                 (size, time + seconds, bits | 1 << index)
                 for size, time, bits in labels
-                if size <= min(limit, whole)
+                if size <= min(limit, if_recomputed)
             ]
             found += [
                 (size + kept, time, bits)
                 for size, time, bits in labels
-                if size <= min(limit, plain)
+                if size <= min(limit, if_plain)
             ]
             labels = _pareto_minimal(found)
-        last = [label for label in labels if label[0] <= room - self._always[-1]]
+        last = [label for label in labels if label[0] <= room - self._peak_around[-1]]
         if not last:
             return None
         bits = min(last, key=lambda label: label[1])[2]
@@ -204,5 +206,5 @@ def _pareto_minimal(labels: list[tuple[int, float, int]]) -> list[tuple[int, flo
     for label in sorted(labels):
         if not found or label[1] < found[-1][1] * SAME:
             found.append(label)
-    step = -(-len(found) // MOST_LABELS)
+    step = -(-len(found) // MAX_LABELS)
     return found[::-step][::-1] if step > 1 else found

@@ -1,4 +1,4 @@
-"""`ShardedOptimizer`: each rank updates, and has the state of, a part of the parameters."""
+"""`ShardedOptimizer`: each rank updates a part of the parameters and has only their state."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from paddle_recompute.sharding._supported import check_model, check_optimizer
 class ShardedOptimizer:
     """An optimizer whose state is spread over the ranks; parameters and gradients are not.
 
-    Every parameter has one owner and is not cut, so a step is bitwise identical to that of the
-    plain optimizer. With P parameters of float32 in n ranks, AdamW takes 8 P / n bytes for its
-    moments instead of 8 P, and parameters and gradients 8 P as before. After the update the
-    new values are gathered from their owners: each rank receives (n - 1) / n of the model's bytes.
+    Each parameter is owned by one rank as a whole, not cut into flat shards, so a step is bitwise
+    that of the plain optimizer, also if the update uses a norm of the parameter (Lamb). With P
+    float32 parameters on n ranks, AdamW takes 8 P / n bytes for its moments instead of 8 P;
+    parameters and gradients take 8 P as before. After the update an all-gather sends the new values
+    from their owners to all ranks: each receives (n - 1) / n of the bytes of the model.
 
     It has what `TrainStep` and a loop of your own need of a Paddle optimizer: `step`, `clear_grad`,
     `get_lr`, `set_lr`, `state_dict`, `set_state_dict`. In a loop of your own, synchronize the
-    gradients before `step`, as with a plain optimizer (`GradientSync`): a rank updates with the
-    gradients that it has.
+    gradients before `step`, as with a plain optimizer (`GradientSync`): a rank updates its
+    parameters from its own ``.grad``.
 
     References:
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
@@ -66,8 +67,8 @@ class ShardedOptimizer:
 
         Args:
             make_optimizer: Makes a Paddle optimizer over the parameters that it is given.
-            model: Its trained parameters are updated; the same Layer on every rank. Where a loss
-                has parameters too: ``paddle.nn.LayerDict({"model": model, "loss": loss})``.
+            model: Its trained parameters are updated; a replica on every rank. Where a loss has
+                parameters too: ``paddle.nn.LayerDict({"model": model, "loss": loss})``.
             group: The data-parallel ranks; None is all of them.
             debug: Compare the parameters of all ranks after each update, bit by bit; takes about
                 1 s per GB.
@@ -101,19 +102,19 @@ class ShardedOptimizer:
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update has begun and not reached all ranks; true after one that failed."""
+        """Whether an update has begun and not reached all ranks; stays true after a failed one."""
         return self._is_updating
 
     def step(self) -> None:
-        """Update what this rank owns, and take what the others have updated.
+        """Update what this rank owns, then gather the new values of all parameters.
 
         Raises:
             ConfigError: A parameter was added or unfrozen.
             PeerError: A rank has died, stopped or failed.
-            SyncError: An update before did not reach all ranks; or, with ``debug``, a parameter
+            SyncError: An earlier update did not reach all ranks; or, with ``debug``, a parameter
                 differs between them.
         """
-        self._check_whole()
+        self._check_last_update()
         new = [
             p.name
             for p in self._walk.parameters()
@@ -133,7 +134,7 @@ class ShardedOptimizer:
                     note_write(parameter)
             self._all_gather.send(self._num_updates)
             if self._debug:
-                self._compare()
+                self._check_replicas()
         self._is_updating = False
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
@@ -160,7 +161,7 @@ class ShardedOptimizer:
             PeerError: A rank has died, stopped or failed.
             SyncError: An update did not reach all ranks.
         """
-        self._check_whole()
+        self._check_last_update()
         state = dict(self.inner.state_dict())
         schedule = state.pop(SCHEDULE, None)
         # Paddle's names count the Layers of a process, so ranks may differ in them.
@@ -180,11 +181,11 @@ class ShardedOptimizer:
         return whole if schedule is None else {**whole, SCHEDULE: schedule}
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the whole `state`, of this or of the plain optimizer, from any number of
-        ranks; each takes what it owns.
+        """Restore the `state_dict` of a ShardedOptimizer, saved on any number of ranks, or of the
+        plain optimizer; each rank takes what it owns.
 
         Raises:
-            CheckpointError: An entry is of no parameter of the model.
+            CheckpointError: An entry belongs to no parameter of the model.
         """
         known = {p.name for p in (*self._parameter_list, *self._model.parameters())}
         owners = {k: parameter_of_state(k, known) for k in state if k not in (MASTERS, SCHEDULE)}
@@ -200,27 +201,27 @@ class ShardedOptimizer:
         self.inner.set_state_dict(part_of_state(state, owners, self.owned))
 
     def gathered(self, own: Mapping[str, Any], *, keep: bool = True) -> dict[str, Any]:
-        """What all ranks have, gathered tensor by tensor. All ranks call this.
+        """The entries of all ranks, gathered tensor by tensor. All ranks call this.
 
         Args:
-            own: Of this rank, under names that no other rank has.
-            keep: Whether this rank wants those of the others.
+            own: Entries of this rank, under names that no other rank has.
+            keep: Whether the result has the entries of the other ranks too.
 
         Raises:
             PeerError: A rank has died, stopped or failed.
             SyncError: An update did not reach all ranks.
         """
-        self._check_whole()
+        self._check_last_update()
         return dict(own) if self._all_gather is None else gathered(own, self._group, keep)
 
-    def _check_whole(self) -> None:
+    def _check_last_update(self) -> None:
         if self._is_updating:
             raise SyncError(
                 f"update {self._num_updates} of the ShardedOptimizer did not reach all ranks, so "
                 "their parameters differ; resume from the last checkpoint"
             )
 
-    def _compare(self) -> None:
+    def _check_replicas(self) -> None:
         difference = first_that_differs(self._parameter_list, scope_of(self._group))
         if difference is not None:
             index, ranks = difference

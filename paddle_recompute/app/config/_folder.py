@@ -127,8 +127,8 @@ class ModelFolder:
     limits: tuple[int, int] | None = None
     vocabulary: str = ""
 
-    def completed(self, given: dict[str, Any], name: str = "model.init_from") -> dict[str, Any]:
-        """`given`, the section ``model``, with what the folder of its setting `name` says.
+    def completed(self, given: dict[str, Any]) -> dict[str, Any]:
+        """`given`, the section ``model``, with what the folder says.
 
         Raises:
             ConfigError: They contradict each other.
@@ -140,7 +140,7 @@ class ModelFolder:
         ]
         if faults:
             raise ConfigError(
-                f"{name}: {'; '.join(faults)}. The weights belong to that; "
+                f"{'; '.join(faults)}. The weights belong to that; "
                 "remove the setting from the configuration"
             )
         return {**self.assumed, **self.settings, **given}

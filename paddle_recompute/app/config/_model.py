@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from paddle_recompute.app.config._folder import ARCHITECTURES, Architecture, model_folder
-from paddle_recompute.app.config._section import Broken, Section, Values, default_of
+from paddle_recompute.app.config._section import Broken, Section, Values, default_of, fault
 from paddle_recompute.app.config._types import Count, Probability, UserPath, Width
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.options import needs
@@ -232,7 +232,7 @@ class ModelConfig(Section):
         """Fill in what the preset and the folder of the weights say.
 
         Raises:
-            ConfigError: The folder says something else than `given`, or cannot be used.
+            ValidationError: The folder says something else than `given`, or cannot be used.
         """
         if ":" in str(given.get("name", "")):
             return {**_OWN_MODEL, **given}
@@ -241,6 +241,16 @@ class ModelConfig(Section):
             given = {**PRESETS.get(preset, {}), **given}
         for name in ("init_from", "positive_from"):
             place = given.get(name)
-            if isinstance(place, str | Path) and (found := model_folder(Path(place).expanduser())):
-                given = found.completed(given, f"model.{name}")
+            if not isinstance(place, str | Path):
+                continue
+            try:
+                if (found := model_folder(Path(place).expanduser())) is not None:
+                    given = found.completed(given)
+                elif not Path(place).expanduser().exists() and "hidden_size" not in given:
+                    raise ConfigError("there is no such file or folder")
+            except ConfigError as error:
+                words = str(error).replace("{", "{{").replace("}", "}}")
+                raise ValidationError.from_exception_data(
+                    "ModelConfig", [fault(name, words, place)]
+                ) from error
         return given

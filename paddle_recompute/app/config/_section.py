@@ -12,6 +12,7 @@ import difflib
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -167,12 +168,16 @@ class Section(BaseModel):
                 broken = [(path, message, values[path]) for path, message in rule(values)]
             except FaultyValue:
                 continue
-            for path, message, value in broken:
-                yield {
-                    "type": PydanticCustomError(FAULT, message),
-                    "loc": tuple(path.split(".")),
-                    "input": str(value) if isinstance(value, Path) else value,
-                }
+            yield from (fault(*of_value) for of_value in broken)
+
+
+def fault(path: str, message: str, value: Any) -> InitErrorDetails:
+    """What is wrong with the value of a field."""
+    return {
+        "type": PydanticCustomError(FAULT, message),
+        "loc": tuple(path.split(".")),
+        "input": str(value) if isinstance(value, Path) else value,
+    }
 
 
 def section_of(
@@ -259,7 +264,9 @@ def sound_values(
         return given.model_dump()
     if isinstance(given, Options):
         return dataclasses.asdict(given)
-    given = section.complete(dict(given)) if isinstance(given, Mapping) else {}
+    given = dict(given) if isinstance(given, Mapping) else {}
+    with suppress(ValidationError):  # it was reported
+        given = section.complete(given)
     sound: dict[str, Any] = {}
     for name, field in section.model_fields.items():
         inside = [location[1:] for location in faulty if location[:1] == (name,)]

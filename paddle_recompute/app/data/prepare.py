@@ -101,7 +101,6 @@ def check_vocabulary(config: Config) -> None:
     if file is None or not file.exists():  # a resumed run needs none
         return
     tokenizer = load_tokenizer(file, pad_id=pad_id)
-    config.model.rows(tokenizer.vocab_size)
     if (other := config.model.positive_from) is not None:
         of_other = tokenizer_beside(other)
         theirs = load_tokenizer(of_other, pad_id=pad_id) if of_other is not None else tokenizer
@@ -120,6 +119,7 @@ def check_vocabulary(config: Config) -> None:
             f"model.init_from: {source} were trained with; remove data.tokenizer, or put back the "
             "tokenizer of the weights"
         )
+    config.model.rows(tokenizer.vocab_size)
 
 
 def prepare_data(

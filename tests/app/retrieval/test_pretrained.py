@@ -19,6 +19,7 @@ import paddle
 import pytest
 import tokenizers
 from numpy.typing import NDArray
+from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
 from paddle_recompute import RecomputeConfig, apply_recompute
@@ -321,6 +322,14 @@ def test_a_configuration_that_contradicts_the_folder(tmp_path: Path) -> None:
     add_modules(tmp_path)
     with pytest.raises(ValueError, match=r"model.pooling is 'cls', and .*says 'mean'"):
         ModelConfig.model_validate({**given, "pooling": "cls"})
+    # The fault is that of init_from, beside those of other sections.
+    tree = {**tiny(tmp_path).to_dict(), "model": {**given, "init_from": str(tmp_path / "none")}}
+    tree["train"]["max_steps"] = "many"
+    with pytest.raises(ValidationError) as told:
+        Config.model_validate(tree)
+    places = {".".join(map(str, error["loc"])): error["msg"] for error in told.value.errors()}
+    assert places.keys() == {"model.init_from", "train.max_steps"}
+    assert places["model.init_from"] == "there is no such file or folder"
 
 
 def test_a_model_of_paddlenlp(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import paddle.distributed as dist
 import pytest
 
-import paddle_recompute
 from benchmarks.faults._failing_starts_rank import run
+from paddle_recompute import _version
 from paddle_recompute.app.config import load_config
 from paddle_recompute.app.trainer import same_settings
 from paddle_recompute.app.trainer.same_settings import MAY_DIFFER, check_same_settings, compared
@@ -52,7 +52,7 @@ VERSIONS: dict[str, tuple[Any, str, Any]] = {
     "Paddle": (same_settings, "paddle_version", lambda: (2, 0, 0)),
     "Python": (platform, "python_version", lambda: "3.9.0"),
     "numpy": (np, "__version__", "0.1"),
-    "paddle_recompute": (paddle_recompute, "__version__", "0.0.1"),
+    "paddle_recompute": (_version, "__version__", "0.0.1"),
     "paddle_recompute ": (same_settings, "_digest", lambda: "another"),
 }
 

@@ -154,7 +154,7 @@ def test_weights_of_two_folders(tmp_path: Path) -> None:
     ):
         check_vocabulary(config)
     make_folder(tmp_path / "other", num_layers=1)
-    with pytest.raises(ValidationError, match=r"model.positive_from: model.num_layers is 2, and "):
+    with pytest.raises(ValidationError, match=r"positive_from\n  model.num_layers is 2, and "):
         Config.model_validate(config.to_dict())
 
 
