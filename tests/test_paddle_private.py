@@ -520,28 +520,28 @@ def test_translator_is_set_and_leaves_files_out(tmp_path: Path) -> None:
     skipped = tmp_path / "skipped.py"
     names: dict[str, Any] = {}
     exec(compile("def left_out():\n    pass\n", str(skipped), "exec"), names)
-    translation.never_translate_files_below(str(tmp_path))
-    assert translation.set_translator(translator) is None
+    translation.skip_sot_in_files_below(str(tmp_path))
+    assert translation.set_eval_frame(translator) is None
     try:
         called()
         names["left_out"]()
-        assert translation.set_translator(None) is translator
+        assert translation.set_eval_frame(None) is translator
         called()
     finally:
-        translation.set_translator(None)
+        translation.set_eval_frame(None)
     assert seen.count("called") == 1 and "left_out" not in seen
 
 
 @pytest.mark.skipif(IS_26, reason="exists from Paddle 3.0 on")
 def test_jit_marker_force_dynamic() -> None:
-    """`never_translate` relies on it for functions and for Layer classes."""
+    """`skip_sot` relies on it for functions and for Layer classes."""
     calls = []
 
     def untranslatable(x: paddle.Tensor) -> paddle.Tensor:
         calls.append(bool(paddle.in_dynamic_mode()))
         return x * 2
 
-    translation.never_translate(untranslatable)
+    translation.skip_sot(untranslatable)
 
     def function(x: paddle.Tensor) -> paddle.Tensor:
         return untranslatable(x + 1) + 1
@@ -599,6 +599,6 @@ def test_tensor_register_grad_hook_is_what_register_hook_calls() -> None:
 def test_the_options_of_fleets_recompute_are_all_known() -> None:
     """It pops them from ``kwargs``; those of a pipeline are read in ``ctx``. Ours have each."""
     found = fleet_recompute.options_of(fleet_recompute.fleet_recompute, "kwargs.pop")
-    assert {"preserve_rng_state", "use_reentrant"} <= found <= recompute_function._OF_FLEET
+    assert {"preserve_rng_state", "use_reentrant"} <= found <= recompute_function._SHARED_WITH_FLEET
     found = fleet_recompute.options_of(fleet_recompute.fleet_recompute_hybrid, "ctx.get")
     assert found == {"mp_group", "offload", "partition"}

@@ -37,8 +37,8 @@ from tests.recompute.contract import CASES, Case, Run, differences, is_rounding,
 # On a CPU, Paddle's auto_cast is off, so what its recompute does about AMP cannot be seen.
 SECTIONS = (
     "inputs", "outputs", "randomness", "side_effects", "large_buffers", "nesting", "engine",
-    "determinism_check", "reach", "flags", "writes", "views", "exceptions", "lifetime", "chains",
-    "called_layers", "keep", "forms",
+    "determinism_check", "reach", "rebinding", "flags", "writes", "views", "exceptions", "lifetime",
+    "chains", "called_layers", "keep", "forms",
 )  # fmt: skip
 TABLE = Path(__file__).parents[2] / "docs" / "recompute_cases.md"
 NUM_PROCESSES = 2

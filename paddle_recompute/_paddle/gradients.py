@@ -30,7 +30,7 @@ Hooks = list[tuple[paddle.Tensor, int]]
 
 class _Thread(threading.local):
     passing: Hooks | None = None
-    """What was registered since `begin_passing_hooks`."""
+    """What was registered since `begin_temporary_hooks`."""
 
 
 _register_grad_hook = core.eager.Tensor._register_grad_hook
@@ -42,7 +42,7 @@ _thread = _Thread()
 @functools.cache
 def watch_hooks() -> None:
     """From now on, hooks that are registered on leaves can be made to wait (`muted_leaf_hooks`),
-    and all hooks can be made to pass (`begin_passing_hooks`).
+    and all hooks can be made to pass (`begin_temporary_hooks`).
 
     Paddle (2.6, 3.x) runs those of leaves at the end of each backward, and has no way to list them
     or to hold them back. ``Tensor.register_hook`` and fleet both end in ``_register_grad_hook`` of
@@ -115,16 +115,16 @@ def muted_leaf_hooks(instead: Mapping[int, Callable[[Any], None]]) -> Iterator[N
         _muted.instead = before
 
 
-def begin_passing_hooks() -> Hooks | None:
-    """Let the hooks that this thread registers last until `end_passing_hooks`, which gets what this
-    returns. `watch_hooks` must have been called.
+def begin_temporary_hooks() -> Hooks | None:
+    """Let the hooks that this thread registers last until `remove_temporary_hooks`, which gets what
+    this returns. `watch_hooks` must have been called.
     """
     before, _thread.passing = _thread.passing, []
     return before
 
 
-def end_passing_hooks(before: Hooks | None) -> None:
-    """Remove the hooks; see `begin_passing_hooks`."""
+def remove_temporary_hooks(before: Hooks | None) -> None:
+    """Remove the hooks; see `begin_temporary_hooks`."""
     passing, _thread.passing = _thread.passing, before
     for tensor, number in passing or ():
         tensor._remove_grad_hook(number)

@@ -81,9 +81,9 @@ def mark_of(states: Any) -> object:
     return generator.random()
 
 
-def mark_and_move() -> object:
-    """What `mark_of` tells of the generators now. The CPU's moves on, so a state must be set next:
-    to read it takes longer than all else here.
+def mark_by_drawing() -> object:
+    """`mark_of` the present state of the generators. It draws a number from that of the CPU, which
+    is faster than to read its state; so a state must be set next.
     """
     return core.default_cpu_generator().random() if _is_on_cpu() else mark_of(generator_states())
 

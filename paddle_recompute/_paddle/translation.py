@@ -10,7 +10,7 @@ import paddle
 from paddle.base import core
 
 
-def never_translate(what: Any) -> None:
+def skip_sot(what: Any) -> None:
     """Keep `paddle.jit.to_static` (``full_graph=False``) from looking into `what`.
 
     Its bytecode translator follows every call, and cannot follow the machinery of recompute. At a
@@ -24,7 +24,7 @@ def never_translate(what: Any) -> None:
 
 
 @functools.cache
-def never_translate_files_below(directory: str) -> None:
+def skip_sot_in_files_below(directory: str) -> None:
     """The same for every function whose file is below `directory`.
 
     ``core.eval_frame_skip_file_prefix`` (2.6, 3.x) is how Paddle keeps its own files out; it adds
@@ -38,7 +38,7 @@ def builds_whole_graph() -> bool:
     return bool(paddle.base.dygraph.base.in_to_static_mode())
 
 
-set_translator: Callable[[Any], Any] = core.set_eval_frame
+set_eval_frame: Callable[[Any], Any] = core.set_eval_frame
 """Make another function translate bytecode in this thread, None: none; returns the one before.
 
 What `to_static` would compile inside a recomputed function keeps its activations in a scope of its

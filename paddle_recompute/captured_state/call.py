@@ -67,11 +67,11 @@ class Call:
         "_amp",
         "_captured",
         "_context",
-        "_draws",
         "_layers",
         "_name",
         "_parameters",
         "_returned",
+        "_rng",
         "_second",
         "check",
         "compare_values",
@@ -80,7 +80,7 @@ class Call:
         "preserve_rng_state",
     )  # fmt: skip
 
-    _draws: RngSnapshot | None
+    _rng: RngSnapshot | None
     _captured: CapturedState
     _layers: LayerState
 
@@ -107,15 +107,15 @@ class Call:
         return self._name or name_of(self.function)
 
     def first(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, before: Call | None = None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, previous: Call | None = None
     ) -> Any:
         """Run the function and record its state.
 
         Args:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            before: The previous call of the same function. Its captured state is used again if its
-                forward has changed nothing.
+            previous: The previous call of the same function. Its captured state is used again if
+                its forward has changed nothing.
         """
         stamps, opaque = [], False
         for leaf in _nested.leaves_of((args, kwargs)):
@@ -123,40 +123,41 @@ class Call:
                 stamps.append((leaf, _writes.stamp(leaf)))
             else:
                 opaque |= type(leaf) not in _PLAIN
-        # Parameters that are arguments, with their flags; parameters are not copied.
+        # Parameters (only their stamps have an address) are not copied: record their flags.
         parameters = [leaf for leaf, stamp in stamps if stamp.address is not None]
         self._parameters = (parameters, [*map(flag_of, parameters)]) if parameters else None
         self._amp = amp_state()
         self._context = contextvars.copy_context() or None
-        like = before if before is not None and before._captured.is_settled and not opaque else None
-        if like is None:
+        reused = None
+        if previous is not None and previous._captured.is_settled and not opaque:
+            reused = previous
+        if reused is None:
             captured = self._captured = CapturedState(
                 self.function, (args, kwargs) if opaque else ()
             )
         else:
-            captured = self._captured = like._captured
-        if like is None or not like._layers.is_unchanged():
-            like = None
+            captured = self._captured = reused._captured
+        if reused is None or not reused._layers.is_unchanged():
+            reused = None
             with_statistics = self.compare_values or captured.reads_statistics
             self._layers = LayerState(captured.snapshot.layers, with_statistics=with_statistics)
         else:
-            self._layers = like._layers
-        draws = self._draws = None
+            self._layers = reused._layers
+        rng = self._rng = None
         if self.preserve_rng_state:
             uses_host_rng = captured.may_draw
-            if before is not None and before._draws is not None:
-                uses_host_rng |= before._draws.uses_host_rng  # a Layer that the search did not find
-            draws = self._draws = RngSnapshot(
-                uses_host_rng=uses_host_rng, may_seed=captured.may_seed
-            )
+            if previous is not None and previous._rng is not None:
+                # The previous call ran a Layer that the search misses and that may draw.
+                uses_host_rng |= previous._rng.uses_host_rng
+            rng = self._rng = RngSnapshot(uses_host_rng=uses_host_rng, may_seed=captured.may_seed)
         begin_reporting(self._layers.known, self._add_called)
         try:
             outputs = self.run(args, kwargs)
         finally:
             end_reporting()
-            if draws is not None:
-                draws.end_first()
-        if like is None:
+            if rng is not None:
+                rng.end_first()
+        if reused is None:
             self._layers.after_forward()
         captured.after_forward()
         for tensor, stamp in stamps:
@@ -184,26 +185,26 @@ class Call:
         """Capture the state of `layer`, which the first forward calls and the search did not
         find.
         """
-        if self._draws is not None:
-            self._draws.read_host_rng()
+        if self._rng is not None:
+            self._rng.read_host_rng()
         self._captured.add_called(layer)
         self._layers.add_called(layer, with_statistics=self._captured.reads_statistics)
 
-    def streams_now(self) -> RngState | None:
-        """In `first`: the RNG state now, for `go_on_from`; None: RNG state is not restored."""
-        return None if self._draws is None else self._draws.now()
+    def rng_state_now(self) -> RngState | None:
+        """In `first`: the RNG state now, for `skip_to`; None: RNG state is not restored."""
+        return None if self._rng is None else self._rng.now()
 
-    def go_on_from(self, streams: RngState | None, state: StateAfter) -> None:
-        """In `repeat`, after a part that it skips: set RNG state and Layers to what they were after
-        that part in `first`.
+    def skip_to(self, rng_state: RngState | None, layer_state: StateAfter) -> None:
+        """In `repeat`, after a skipped call of `keep`: set RNG state and Layers to what they were
+        after that call in `first`.
 
         Args:
-            streams: The RNG state; None: it is not restored.
-            state: What the part has written to Layers.
+            rng_state: None: it is not restored.
+            layer_state: What the skipped call has written to Layers.
         """
-        state.write(self._layers.known)
-        if self._draws is not None and streams is not None:
-            self._draws.go_on_from(streams)
+        layer_state.write(self._layers.known)
+        if self._rng is not None and rng_state is not None:
+            self._rng.skip_to(rng_state)
 
     def captured_with_graph(self) -> Iterator[tuple[str, paddle.Tensor]]:
         """See `CapturedState.captured_with_graph`."""
@@ -217,11 +218,11 @@ class Call:
                 of Paddle raises in the function.
             BaseException: Any other error of the function, with a note that names the function.
         """
-        draws = self._draws
+        rng = self._rng
         undo: Undo = []
         try:
-            if draws is not None and draws.moves:
-                undo.append(functools.partial(draws.end_again, draws.begin_again()))
+            if rng is not None and rng.needs_restore:
+                undo.append(functools.partial(rng.end_again, rng.begin_again()))
             global_amp = global_amp_state()  # the function may enter auto_cast
             undo.append(functools.partial(setattr, global_amp, "amp_dtype", global_amp.amp_dtype))
             if (amp := set_amp_state(self._amp)) is not self._amp:
@@ -241,10 +242,10 @@ class Call:
             again = _outline(outputs)
             if again != self._returned:
                 self._refuse(_described(self._returned), _described(again))
-            if draws is not None and draws.problem is not None:
+            if rng is not None and rng.problem is not None:
                 raise RecomputeError(
                     f"The second forward of {self.name} is not a repetition of the first: "
-                    f'{draws.problem}. determinism_check="none" disables this check.'
+                    f'{rng.problem}. determinism_check="none" disables this check.'
                 )
         return outputs
 
@@ -280,7 +281,7 @@ _PLAIN = frozenset({int, float, str, bytes, complex, bool, type(None)})
 
 
 def _is_from_recomputation(error: BaseException) -> bool:
-    """Whether an operator raised `error`, so that a difference between the forwards caused it."""
+    """Whether an operator raised `error`: most likely the forwards differ."""
     if not isinstance(error, Exception) or isinstance(error, (PaddleRecomputeError, MemoryError)):
         return False
     return is_raised_by_an_operator(error)

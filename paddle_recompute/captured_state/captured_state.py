@@ -10,16 +10,16 @@ locations have their old content, afterwards the new one.
 and globals that it names; from there functions, partials, methods, lists, deques, tuples, sets,
 dicts and hooks; those attributes of plain objects, at any depth, that the code looks up by name
 (all attributes if it uses ``getattr``); Layers with their sublayers, parameters and attributes. The
-search ends after `MOST_SEARCHED` objects and skips containers of more than `LONGEST_SEARCHED`
+search ends after `MAX_OBJECTS` objects and skips containers of more than `MAX_CONTAINER_ITEMS`
 items, which hold data. Objects of libraries and of Python itself (locks, barriers, loggers) are
 skipped. A Layer that the search cannot find (behind an import inside the function, an attribute of
 a class, a weak reference) is added when the first forward calls it.
 
-**State that the forward itself changes.** Attributes that it assigns are restored if they are
-Layers, tensors, None or other objects, together with the numbers of the same object; so are lists
-and dicts of such objects. So a cache (keys and values of attention) is filled a second time. Other
-numbers, and lists and dicts of data, keep their new value: a counter counts both forwards. Numbers
-of a Layer with buffers are restored, because they may say that the buffers are filled.
+**State that the forward itself changes.** Attributes and items that it assigns get their old value
+back, except numbers, text and containers of data, and except Layers and parameters that it builds
+where none was. Numbers are restored, too, if the forward rebinds a tensor or Layer of the same
+object or the Layer has buffers: they may be the length of a cache. So a cache (keys and values of
+attention) is filled a second time; a plain counter counts both forwards.
 """
 
 from __future__ import annotations
@@ -74,25 +74,24 @@ from paddle_recompute.captured_state.names import (
 )
 from paddle_recompute.captured_state.snapshot import Snapshot, Undo
 
-LONGEST_SEARCHED = 1000
+MAX_CONTAINER_ITEMS = 1000
 """Containers with more items hold data, not Layers; a search in them would slow down each call."""
 
-MOST_SEARCHED = 2_000
+MAX_OBJECTS = 2_000
 """The most objects that one search visits."""
 
 _LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None)})
 """Types of values that hold no other objects."""
-_TO_STATISTICS = frozenset({*STATISTICS, "_use_global_stats", "eval", "train", "training"})
-"""Names in code that reads the statistics of a BatchNorm, or may switch it to eval mode within a
-forward, in which its kernel reads them.
+_STATISTICS_NAMES = frozenset({*STATISTICS, "_use_global_stats", "eval", "train", "training"})
+"""Names in code that reads the statistics of a BatchNorm, or may switch it to eval mode during a
+forward: its kernel reads them in eval mode.
 """
-_WITHOUT_STREAMS = {"builtins", "math", "operator", "_operator", "functools"}
+_MODULES_WITHOUT_RNG = {"builtins", "math", "operator", "_operator", "functools"}
+"""Modules whose functions draw no random numbers."""
 _hook_dicts = operator.itemgetter("_forward_pre_hooks", "_forward_post_hooks")
-_ITEMS: tuple[Reader, Reader] = (
-    ((), lambda value: (*items_of(value),), None),
-    ((), tuple, None),
-)
-_NOTHING: Reader = ((), nothing, frozenset())
+_DICT_ITEMS = Reader((), lambda value: (*items_of(value),), None)
+_LIST_ITEMS = Reader((), tuple, None)
+_NOTHING = Reader((), nothing, frozenset())
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
 """Classes of the standard library whose attributes are a user's objects."""
 
@@ -135,7 +134,7 @@ class CapturedState:
     """
 
     __slots__ = (
-        "_captured", "_search", "_tensors", "is_settled", "may_change_flags", "may_draw",
+        "_captured", "_checked", "_found", "_search", "is_settled", "may_change_flags", "may_draw",
         "may_seed", "reads_statistics", "snapshot",
     )  # fmt: skip
 
@@ -145,14 +144,19 @@ class CapturedState:
         self.may_draw, self.may_seed = search.may_draw, search.may_seed
         self.reads_statistics = search.reads_statistics
         self.may_change_flags = search.may_change_flags
-        self._tensors = self._captured = search.tensors
+        self._captured = search.tensors
+        # Those that must be unchanged at the backward: the first forward has not written to them.
+        self._checked = search.tensors
         self._search: _Search | None = search
+        self._found: AbstractSet[int] | None = None
 
     def add_called(self, layer: paddle.nn.Layer) -> None:
         """Add the state of `layer`, which the first forward calls and the search did not find."""
         if (search := self._search) is None:  # this call uses the captured state of an earlier one
             self.snapshot.add_flags(layers_below(layer))
             return
+        if self._found is None:
+            self._found = search.found()
         search._visit(layer, "")
         search._look_up_names()
         self.reads_statistics = search.reads_statistics
@@ -160,13 +164,18 @@ class CapturedState:
 
     def after_forward(self) -> None:
         """Accept the changes of the first forward that are not restored: see the module."""
-        self._search = None  # it refers to tensors with their graphs
-        self.is_settled = self.snapshot.after_forward() and not self.may_change_flags
-        if self._tensors:
-            self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
+        search, found = self._search, self._found
+        self._search = self._found = None  # it refers to tensors with their graphs
+        is_unchanged = self.snapshot.after_forward(
+            self.snapshot.found if search is None else lambda: found or search.found()
+        )
+        self.is_settled = is_unchanged and not self.may_change_flags
+        if self._checked:
+            self._checked = [tensor for tensor in self._checked if not tensor.is_written()]
 
     def restore(self, undo: Undo) -> None:
-        """Give every location its content from before the first forward, until `undo`.
+        """Give every location its content from before the first forward; `undo` gets functions that
+        revert this.
 
         Raises:
             RecomputeError: A captured tensor was written to or released.
@@ -176,13 +185,13 @@ class CapturedState:
             tensors = [captured.get() for captured in self._captured]
             flags = [captured.flag for captured in self._captured]
             restore_flags(tensors, flags, undo, may_change=self.may_change_flags)
-        for tensor in self._tensors:  # after the locations: `refuse` may add a hook
+        for tensor in self._checked:  # last: restoring locations would remove the hook of `refuse`
             if tensor.is_released() or tensor.is_written():
                 tensor.refuse(undo)
 
     def captured_with_graph(self) -> Iterator[tuple[str, paddle.Tensor]]:
         """The captured tensors that have a graph and still exist, with the names that hold them."""
-        for captured in self._tensors:
+        for captured in self._checked:
             tensor = captured.with_graph() if captured.with_graph is not None else None
             if tensor is not None and not tensor.stop_gradient:
                 yield captured.name, tensor
@@ -201,15 +210,16 @@ class _Search:
         self.tensors: list[CapturedTensor] = []
         # By id; the values keep the ids of temporary tuples from being reused.
         self._seen: dict[int, Any] = {}
-        self._objects: list[
-            tuple[Any, set[str]]
-        ] = []  # each with the names already looked up in it
+        # Each with the names already looked up in it.
+        self._objects: list[tuple[Any, set[str]]] = []
         self.names: set[str] = set(UNNAMED)
+        # Code outside of Layers computes a name (``getattr``): visit all attributes of objects.
         self._any_name = False
-        self._owner: paddle.nn.Layer | None = None  # the Layer whose code or attribute is visited
-        self._holder: paddle.nn.Layer | None = None  # the Layer whose attribute is visited
+        # The Layer whose code or attribute is visited, and the one whose attribute is.
+        self._layer_of_code: paddle.nn.Layer | None = None
+        self._layer_of_attribute: paddle.nn.Layer | None = None
         self._kinds: dict[type, Kind] = {}
-        self._read_by_others: dict[int, set[str]] = {}  # by the id of a Layer or `Kind`
+        self._names_read_outside: dict[int, set[str]] = {}  # by the id of a Layer or `Kind`
 
     @classmethod
     def of(cls, function: Any, arguments: Any) -> _Search:
@@ -225,10 +235,14 @@ class _Search:
         search._look_up_names()
         return search
 
+    def found(self) -> AbstractSet[int]:
+        """The ids of what was found so far."""
+        return self._seen.keys() | self.snapshot.found()
+
     @property
     def reads_statistics(self) -> bool:
         """See `CapturedState`."""
-        return self.is_dynamic or not self.names.isdisjoint(_TO_STATISTICS)
+        return self.is_dynamic or not self.names.isdisjoint(_STATISTICS_NAMES)
 
     @property
     def may_change_flags(self) -> bool:
@@ -241,14 +255,14 @@ class _Search:
         if kind in _LEAVES:
             return
         if id(value) in self._seen:
-            if self.tensors and self._holder is not None:
+            if self.tensors and self._layer_of_attribute is not None:
                 self._share(value)
             return
         if kind in weakref.ProxyTypes:
             with contextlib.suppress(ReferenceError):  # the object was freed
                 self._visit(value.__sizeof__.__self__, name)  # the object behind the proxy
             return
-        if len(self._seen) >= MOST_SEARCHED:
+        if len(self._seen) >= MAX_OBJECTS:
             self.may_draw = True
             return
         self._seen[id(value)] = value
@@ -259,9 +273,9 @@ class _Search:
             self._visit_layer(value)
         elif issubclass(kind, paddle.Tensor):
             if is_initialized(value):
-                self.tensors.append(CapturedTensor(value, name, self._holder))
+                self.tensors.append(CapturedTensor(value, name, self._layer_of_attribute))
         elif issubclass(kind, (list, tuple, set, frozenset, dict, deque)):
-            if len(value) <= LONGEST_SEARCHED:
+            if len(value) <= MAX_CONTAINER_ITEMS:
                 self._visit_container(value, name)
             else:
                 self.may_draw = True
@@ -275,27 +289,27 @@ class _Search:
             if not is_library(value.__name__) and not is_of_python(value.__name__):
                 self._objects.append((value, set()))
             self.may_draw |= value not in PADDLE and not is_deterministic(value.__name__)
-        elif issubclass(kind, _RECORDS) or _is_users(kind):
+        elif issubclass(kind, _RECORDS) or _is_user_class(kind):
             self._objects.append((value, set()))
         else:
-            self.may_draw |= getattr(value, "__module__", "") not in _WITHOUT_STREAMS
+            self.may_draw |= getattr(value, "__module__", "") not in _MODULES_WITHOUT_RNG
 
     def _share(self, value: Any) -> None:
         """Two Layers hold `value`, so its tensors have no single owner."""
         held = {id(leaf) for leaf in _nested.leaves_of(value)}
         for captured in self.tensors:
-            if captured.owner is not self._holder and captured.identity in held:
+            if captured.owner is not self._layer_of_attribute and captured.identity in held:
                 captured.owner = None
 
     def _visit_container(self, value: Any, name: str) -> None:
-        is_watched = isinstance(value, (list, deque, dict))
-        items = items_of(value) if is_watched else value
-        reader = _ITEMS[not isinstance(value, dict)]
+        is_recorded = isinstance(value, (list, deque, dict))
+        items = items_of(value) if is_recorded else value
+        reader = _DICT_ITEMS if isinstance(value, dict) else _LIST_ITEMS
         if _LEAVES.issuperset(map(type, items)):
-            if is_watched:
+            if is_recorded:
                 self.snapshot.add(value, reader, (*items,))
             return
-        if is_watched:
+        if is_recorded:
             held = [detach_value(item) for item in items]
             if all(map(operator.is_, held, items)):
                 self.snapshot.add(value, reader, (*items,))
@@ -304,24 +318,24 @@ class _Search:
         for item in value.values() if isinstance(value, dict) else value:
             self._visit(item, name)
 
-    def _watch(self, entries: Any, reader: Reader) -> None:
+    def _record(self, entries: Any, reader: Reader) -> None:
         """Record entries of a dict, and visit their values."""
-        values = reader[1](entries)
+        values = reader.read(entries)
         if self._visit_values(reader, values):
-            self._watch_graphs(entries, reader, values)
-        elif reader[2]:
+            self._record_with_graphs(entries, reader, values)
+        elif reader.names:
             self.snapshot.add(entries, reader, values)
 
     def _visit_values(self, reader: Reader, values: tuple[Any, ...]) -> bool:
         """Visit each value; returns whether one is a tensor with a graph."""
         has_graph = False
-        for name, value in zip(reader[0], values, strict=True):
+        for name, value in zip(reader.found, values, strict=True):
             if type(value) not in _LEAVES:
                 has_graph |= detach_value(value) is not value
                 self._visit(value, name)
         return has_graph
 
-    def _watch_graphs(self, entries: Any, reader: Reader, values: tuple[Any, ...]) -> None:
+    def _record_with_graphs(self, entries: Any, reader: Reader, values: tuple[Any, ...]) -> None:
         found, _, names = reader
         assert names is not None
         held = {name: detach_value(value) for name, value in zip(found, values, strict=True)}
@@ -335,10 +349,10 @@ class _Search:
         code = function.__code__
         names = names_in(code)
         self.names |= names.attributes
-        self._any_name |= names.is_dynamic and self._owner is None
+        self._any_name |= names.is_dynamic and self._layer_of_code is None
         self.may_seed |= names.may_seed
         if function.__dict__:
-            self._watch(function.__dict__, reader_of(function.__dict__, names.attributes))
+            self._record(function.__dict__, reader_of(function.__dict__, names.attributes))
         defaults = function.__defaults__, function.__kwdefaults__
         if any(defaults):
             names_of_defaults = ("__defaults__", "__kwdefaults__")
@@ -358,7 +372,7 @@ class _Search:
                 self._visit(value, value.__name__)
 
     def _visit_layer(self, root: paddle.nn.Layer) -> None:
-        outer, layers = self._owner, layers_below(root)
+        outer, layers = self._layer_of_code, layers_below(root)
         if self.snapshot.layers:  # some may have been visited
             layers = [layer for layer in layers if layer is root or id(layer) not in self._seen]
         self._seen.update(zip(map(id, layers), layers, strict=True))
@@ -367,36 +381,36 @@ class _Search:
             del of_class[layer_class]
         self._kinds.update(zip(of_class, map(kind_of, of_class), strict=True))
         dicts, readers, before = self.snapshot.add_layers(layers), [], []
-        others = []
+        with_objects = []
         for index, (layer_class, entries) in enumerate(zip(map(type, layers), dicts, strict=True)):
             kind = self._kinds[layer_class]
             keys, reader = kind.last
             if keys != [*entries]:
                 reader = kind.reader(entries)
-            values = reader[1](entries)
+            values = reader.read(entries)
             readers.append(reader)
             before.append(values)
             if not _LEAVES.issuperset(map(type, values)):
-                others.append(index)
-        for index in others:
-            self._owner = self._holder = layers[index]
+                with_objects.append(index)
+        for index in with_objects:
+            self._layer_of_code = self._layer_of_attribute = layers[index]
             if self._visit_values(readers[index], before[index]):
-                self._watch_graphs(dicts[index], readers[index], before[index])
+                self._record_with_graphs(dicts[index], readers[index], before[index])
                 readers[index], before[index] = _NOTHING, ()
-        self._holder = None
+        self._layer_of_attribute = None
         self.snapshot.add_all(dicts, readers, before)
         if self.snapshot.has_hooks():
-            for self._owner in layers:
-                for hooks in _hook_dicts(self._owner.__dict__):
+            for self._layer_of_code in layers:
+                for hooks in _hook_dicts(self._layer_of_code.__dict__):
                     for hook in hooks.values():
                         self._visit(hook, "a hook")
-        for layer_class, self._owner in of_class.items():
+        for layer_class, self._layer_of_code in of_class.items():
             kind = self._kinds[layer_class]
             self.may_draw |= kind.may_draw
             for method in kind.methods:
                 for function in methods(layer_class, method):
                     self._visit(function, method)
-        self._owner = outer
+        self._layer_of_code = outer
 
     def _look_up_names(self) -> None:
         """Visit the attributes with the names that the code looks up, in plain objects and in
@@ -427,25 +441,25 @@ class _Search:
             if layer_class not in unread:
                 own = kind.attributes
                 unread[layer_class] = frozenset() if own is None else names - own
-                known = self._read_by_others.setdefault(id(kind), set())
-                if new := (kind.others & names) - known:
+                known = self._names_read_outside.setdefault(id(kind), set())
+                if new := (kind.other_methods & names) - known:
                     is_new = True
                     known |= new
                     self._visit_methods(layer, new)
             if not unread[layer_class].isdisjoint(entries):
-                known = self._read_by_others.setdefault(id(layer), set())
+                known = self._names_read_outside.setdefault(id(layer), set())
                 if new := (unread[layer_class] & entries.keys()) - known:
                     is_new = True
                     known |= new
-                    self._watch(entries, reader_of(entries, new))
+                    self._record(entries, reader_of(entries, new))
         return is_new
 
     def _visit_methods(self, layer: paddle.nn.Layer, names: AbstractSet[str]) -> None:
-        outer, self._owner = self._owner, layer
+        outer, self._layer_of_code = self._layer_of_code, layer
         for name in names:
             for function in methods(type(layer), name):
                 self._visit(function, name)
-        self._owner = outer
+        self._layer_of_code = outer
 
     def _visit_object(self, value: Any, names: frozenset[str]) -> None:
         entries = _nested.attributes_of(value)
@@ -453,7 +467,7 @@ class _Search:
             self._visit_globals(value.__dict__, names)
             return
         if isinstance(entries, dict):
-            self._watch(entries, reader_of(entries, names))
+            self._record(entries, reader_of(entries, names))
         slots = names.intersection(_slots(type(value)))
         if slots:
             values = [Attributes(value).get(name, ABSENT) for name in slots]
@@ -466,18 +480,18 @@ class _Search:
 
     def _visit_globals(self, entries: dict[str, Any], names: frozenset[str]) -> None:
         """Record the globals that exist now; globals that are added later are ignored."""
-        self._watch(entries, reader_of(entries, names & entries.keys()))
+        self._record(entries, reader_of(entries, names & entries.keys()))
 
 
-def _is_users(kind: type) -> bool:
+def _is_user_class(kind: type) -> bool:
     module = str(kind.__module__)
     if module.partition(".")[0] == OURS:
-        return False  # such objects record both forwards, as the recorder of the planner
+        return False  # our own objects must see both forwards, such as the planner's recorder
     return not (issubclass(kind, type) or is_library(module) or is_of_python(module))
 
 
 def _slots(kind: type) -> list[str]:
-    """The names of the slots as the class stores them: private ones with the name of the class."""
+    """The names of the slots as the class stores them: private ones mangled."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         found.update(vars(base))

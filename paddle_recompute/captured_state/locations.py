@@ -28,10 +28,14 @@ Container = list[Any] | deque[Any] | dict[Any, Any]
 _NUMBERS = (int, float, str, bytes, complex)  # bool is an int
 
 
+Found = Callable[[], AbstractSet[int]]
+"""Returns the ids of what existed before the forward; the forward has not built these objects."""
+
+
 class Location(Protocol):
     """Something with content that can be replaced."""
 
-    def after_forward(self) -> None:
+    def after_forward(self, found: Found) -> None:
         """Accept changes of the first forward that are not restored."""
 
     def is_unchanged(self) -> bool:
@@ -68,28 +72,39 @@ class Entries:
         self._size = size
         self.is_state = False
 
-    def after_forward(self) -> None:
+    def after_forward(self, found: Found) -> None:
         """See `Location`: numbers, and Layers and parameters that the forward has built, keep their
         new value. Train/eval flags are restored, so that both forwards run in the same mode.
 
-        Numbers are restored, too, if the forward has rebound a tensor of the same object or the
-        Layer has buffers: they may be the length of a cache, or say that it is filled.
+        A Layer or parameter is built if the name had none before, and if the object, or another one
+        that is built in the same dict, is not in `found`.
+
+        Numbers are restored, too, if the forward has rebound a tensor or Layer of the same object
+        or the Layer has buffers: they may be the length of a cache, or say that it is filled.
         """
-        before, now, changed = self._before, self.entries, self._changed()
-        is_cache = self.is_state or any(
-            isinstance(now.get(name), paddle.Tensor) for name in changed
-        )
-        self._left = self._left | {
-            name
-            for name in changed
-            if name != FLAG
-            and (
-                _is_built(_held_now(now, name))
-                if is_cache
-                else _is_own_state(before.get(name), _held_now(now, name))
-            )
-        }
+        now = self.entries
+        if changed := {name: _held_now(now, name) for name in self._changed() if name != FLAG}:
+            self._left = self._left | self._accepted(changed, found)
         self._size = len(now) if self._size == len(now) else -1
+
+    def _accepted(self, changed: dict[str, Any], found: Found) -> set[str]:
+        """Which of the names in `changed`, with their new values, are not restored."""
+        before = self._before
+        built = {
+            name
+            for name, value in changed.items()
+            if is_member(value) and not is_member(before.get(name))
+        }
+        if built and {id(changed[name]) for name in built} <= found():
+            built = set()
+        is_cache = self.is_state or any(
+            isinstance(value, paddle.Tensor) or (not built and is_member(value))
+            for name, value in changed.items()
+            if name not in built
+        )
+        if is_cache:
+            return built
+        return built | {name for name in changed if isinstance(before.get(name), _NUMBERS)}
 
     def restore(self) -> Callable[[], None] | None:
         """See `Location`."""
@@ -139,11 +154,6 @@ def _assign(entries: dict[str, Any] | Attributes, values: dict[str, Any]) -> Non
             entries.pop(name, None)
 
 
-def _is_own_state(before: Any, now: Any) -> bool:
-    """Whether a new value that the forward has assigned is kept."""
-    return isinstance(before, _NUMBERS) or _is_built(now)
-
-
 def _is_data(value: Any) -> bool:
     """Whether `value` is data (numbers, text, dtypes, shapes), which cannot hold a tensor."""
     if issubclass(
@@ -157,7 +167,8 @@ def _is_data(value: Any) -> bool:
     return isinstance(value, type | enum.Enum) or attributes_of(value) is None
 
 
-def _is_built(value: Any) -> bool:
+def is_member(value: Any) -> bool:
+    """Whether `value` is a Layer or a parameter."""
     return isinstance(value, paddle.nn.Layer) or is_parameter(value)
 
 
@@ -178,16 +189,17 @@ class Items:
         self._before = before
         self._is_own = False
 
-    def after_forward(self) -> None:
+    def after_forward(self, found: Found) -> None:
         """A list of data that the forward changes keeps its new items, and so does a list to which
-        it adds Layers that it builds. Tensors and other objects, as those of a cache, are restored.
+        it adds Layers that it builds and from which it removes none. Tensors and other objects, as
+        those of a cache, are restored.
         """
         if self.is_unchanged():
             return
         now = items_of(self._container)
-        known = {id(item) for item in self._before}
-        self._is_own = all(map(_is_data, (*self._before, *now))) or any(
-            _is_built(item) for item in now if id(item) not in known
+        old, new = ({id(i) for i in items if is_member(i)} for items in (self._before, now))
+        self._is_own = all(map(_is_data, (*self._before, *now))) or (
+            old < new and not new - old <= found()
         )
         if self._is_own:
             self._before = []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 
@@ -152,14 +152,15 @@ class Kind:
         codes: The recorded code of the functions of the class that its code names.
         methods: The methods of the class that its forward uses, without Paddle's own.
         attributes: The attributes of the Layer that they may look up; None: any.
-        others: The names of the other methods, without Paddle's own; code outside may call them.
+        other_methods: The names of the other methods, without Paddle's own; code outside may call
+            them.
         may_draw: Whether code outside of `methods` may draw from NumPy's or Python's stream.
         readers: Returns the `Reader` for the keys of the ``__dict__`` of a Layer.
         last: The last keys and their `Reader`.
     """
 
     __slots__ = (
-        "_class", "attributes", "codes", "last", "may_draw", "methods", "others", "readers",
+        "_class", "attributes", "codes", "last", "may_draw", "methods", "other_methods", "readers",
     )  # fmt: skip
 
     def __init__(self, kind: type, forget: Callable[[object], object]) -> None:
@@ -178,7 +179,7 @@ class Kind:
                 else:
                     of_the_user[name] = None
         self.methods = (*of_the_user,)
-        self.others = frozenset(
+        self.other_methods = frozenset(
             name
             for base in _bases(kind)
             if not is_library(base.__module__)
@@ -193,7 +194,7 @@ class Kind:
         self.readers = functools.lru_cache(maxsize=64)(
             functools.partial(_reader_among, self.attributes)
         )
-        self.last: tuple[list[str], Reader] = [], ((), nothing, frozenset())
+        self.last: tuple[list[str], Reader] = [], Reader((), nothing, frozenset())
         self._class = weakref.ref(kind, forget)
 
     def reader(self, entries: dict[str, Any]) -> Reader:
@@ -253,18 +254,27 @@ def foreign_in_paddle(names: frozenset[str]) -> list[types.FunctionType]:
     ]
 
 
-Reader = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], AbstractSet[str] | None]
-"""For a dict: the looked-up names that it has (a single one twice), the function that reads their
-values, and all names that are looked up. For a container whose items are read: None as the last."""
+class Reader(NamedTuple):
+    """Reads the looked-up values of a dict, or all items of a container.
+
+    Attributes:
+        found: The looked-up names that the dict has; a single one twice.
+        read: Reads their values.
+        names: All names that are looked up; None: the items of a container are read.
+    """
+
+    found: tuple[str, ...]
+    read: Callable[[Any], tuple[Any, ...]]
+    names: AbstractSet[str] | None
 
 
 def reader_of(entries: Container[str], names: AbstractSet[str]) -> Reader:
     """The `Reader` of the entries `names`."""
     found = (*(name for name in names if name in entries),)
     if not found:
-        return found, nothing, names
+        return Reader(found, nothing, names)
     found = found if len(found) > 1 else found * 2
-    return found, itemgetter(*found), names
+    return Reader(found, itemgetter(*found), names)
 
 
 def nothing(_: object) -> tuple[()]:

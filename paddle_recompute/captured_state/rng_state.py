@@ -12,7 +12,7 @@ import numpy as np
 from paddle_recompute._paddle.rng_state import (
     generator_states,
     hybrid_parallel_tracker,
-    mark_and_move,
+    mark_by_drawing,
     mark_of,
     set_generator_states,
     tracker_states,
@@ -40,8 +40,8 @@ class RngState(NamedTuple):
             if state is not None:
                 write(state)
 
-    def only_moved(self) -> RngState:
-        """This state without the streams that have not moved since."""
+    def only_advanced(self) -> RngState:
+        """The state of the streams that were drawn from since; None for the others."""
         fields = zip(self, self.now(), _STREAMS, strict=True)
         return RngState(
             *(
@@ -72,13 +72,14 @@ _STREAMS: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
 class RngSnapshot:
     """The RNG state before a call, restored for its recomputation.
 
-    Only streams that the call has moved are restored. So functions that draw nothing neither affect
-    other threads nor are affected by them.
+    Only streams from which the call has drawn are restored. So functions that draw nothing neither
+    affect other threads nor are affected by them.
 
     **Threads.** Paddle, NumPy and Python have one global stream each for all threads. None of them
     records which thread has drawn. `problem` is set if another thread may have drawn from Paddle's
     streams during the call or its recomputation: a recomputed function ran at the same time, or a
-    stream ends in another state. NumPy's and Python's streams are not compared.
+    stream ends in a state other than after the first forward. NumPy's and Python's streams are not
+    compared.
     """
 
     __slots__ = (
@@ -88,7 +89,7 @@ class RngSnapshot:
         "_may_seed",
         "_start",
         "_thread",
-        "moves",
+        "needs_restore",
         "problem",
         "uses_host_rng",
     )  # fmt: skip
@@ -108,7 +109,7 @@ class RngSnapshot:
         self._start = generator_states(), tracker_states(), None, None
         if uses_host_rng:
             self.read_host_rng()
-        self.moves = True
+        self.needs_restore = True
         """After `end_first`: whether a stream must be restored."""
         self.problem: str | None = None
         """After `end_again`: why the recomputation may have drawn other numbers from Paddle's
@@ -129,9 +130,9 @@ class RngSnapshot:
         host = (np.random.get_state(), random.getstate()) if self.uses_host_rng else (None, None)
         return RngState(generator_states(), tracker_states(), *host)
 
-    def go_on_from(self, state: RngState) -> None:
-        """In the recomputation: set the streams that were restored to `state`."""
-        if self.moves:
+    def skip_to(self, state: RngState) -> None:
+        """In the recomputation: set to `state` those streams that were restored."""
+        if self.needs_restore:
             pairs = zip(self._start, state, strict=True)
             RngState(*(None if start is None else new for start, new in pairs)).restore()
 
@@ -158,9 +159,9 @@ class RngSnapshot:
             return
         others: tuple[Any, Any, Any] = None, None, None
         if tracker or numpy or tracker_states():
-            others = RngState(None, *self._start[1:]).only_moved()[1:]
+            others = RngState(None, *self._start[1:]).only_advanced()[1:]
         self._start = None if then == now else generators, *others
-        self.moves = any(self._start)
+        self.needs_restore = any(self._start)
 
     def begin_again(self) -> RngState:
         """Before the recomputation; `end_again` must follow, with the result."""
@@ -175,7 +176,7 @@ class RngSnapshot:
         """After the recomputation."""
         was_alone = self._end()
         if self._start[0] is not None:
-            self.problem = self._compare(mark_and_move(), was_alone)
+            self.problem = self._compare(mark_by_drawing(), was_alone)
         before.restore()
 
     def _compare(self, end: Any, was_alone: bool) -> str | None:

@@ -17,7 +17,14 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import BUFFERS, MEMBER_DICTS, STATISTICS, layers_below
-from paddle_recompute.captured_state.locations import FLAG, Entries, Items, Location, fill_dict
+from paddle_recompute.captured_state.locations import (
+    FLAG,
+    Entries,
+    Found,
+    Items,
+    Location,
+    fill_dict,
+)
 from paddle_recompute.captured_state.names import Reader, reader_of
 
 _flat = chain.from_iterable
@@ -77,7 +84,7 @@ class Snapshot:
         for layer in layers:
             entries = layer.__dict__
             reader = reader_of(entries, {FLAG})
-            self.add(entries, reader, reader[1](entries))
+            self.add(entries, reader, reader.read(entries))
 
     def add_layers(self, layers: list[paddle.nn.Layer]) -> list[dict[str, Any]]:
         """Record sublayers, parameters and hooks of `layers`; returns their ``__dict__``."""
@@ -168,7 +175,7 @@ class Snapshot:
         if not found:
             return
         numbers = {id(entries): number for number, entries in enumerate(self._layer_dicts)}
-        builders = self._builders()
+        builders = {id(self.layers[number]) for number in self._builders()}
         for location in found:
             if (number := numbers.get(id(location.entries))) is not None:
                 layer, size = self.layers[number], self._num_buffers[number]
@@ -176,16 +183,19 @@ class Snapshot:
                 has_some = bool(size) or STATISTICS[0] in layer._parameters
                 location.is_state = size < len(layer._buffers) or (has_some and not is_built)
 
-    def _builders(self) -> set[int]:
-        """The ids of the Layers that have a Layer or parameter that is not in the snapshot."""
+    def _builders(self, found: AbstractSet[int] = frozenset()) -> set[int]:
+        """The numbers of the Layers with a member, not in `found`, where None or nothing was."""
         if self._has_same_members():
             return set()
         before = self._members_before()
         return {
-            id(layer)
+            number
             for number, layer in enumerate(self.layers)
             for old, now in zip(before[4 * number :][:2], _members_of(layer.__dict__), strict=False)
-            if any(member is not None and old.get(name) is None for name, member in now.items())
+            if any(
+                member is not None and old.get(name) is None and id(member) not in found
+                for name, member in now.items()
+            )
         }
 
     def is_unchanged(self) -> bool:
@@ -196,39 +206,46 @@ class Snapshot:
             and all(location.is_unchanged() for location in self.locations)
         )
 
-    def after_forward(self) -> bool:
-        """Accept the changes of the first forward that are not restored, and Layers that it built.
+    def found(self) -> set[int]:
+        """The ids of the recorded Layers, and of their sublayers, parameters and hooks."""
+        return {*map(id, self.layers), *map(id, self._values)}
+
+    def after_forward(self, found: Found) -> bool:
+        """Accept the changes of the first forward that are not restored, and Layers that it built:
+        those that are not in `found`.
 
         Returns:
             `is_unchanged`, after that.
         """
         self._set_states(self.locations)
         for location in self.locations:
-            location.after_forward()
+            location.after_forward(found)
         if changed := self._changed():
             held = self._held()
             for number, location in reversed(changed.items()):
-                location.after_forward()
+                location.after_forward(found)
                 self.locations.append(location)
                 for fields in (self._containers, self._readers, self._sizes, self._num_read, held):
                     del fields[number]
             self._content = [*_flat(held)]
         if not self._has_same_members():
-            self._accept_built_members()
+            self._accept_built_members(found())
             return self.is_unchanged()
         return all(location.is_unchanged() for location in self.locations)
 
-    def _accept_built_members(self) -> None:
-        """Accept members that the forward has added, or assigned where None was; a member that it
-        has replaced is restored.
+    def _accept_built_members(self, found: AbstractSet[int]) -> None:
+        """Accept members that the forward has added, or assigned where None was, to a Layer that
+        builds one; a member that it has replaced is restored.
         """
         self._exchanges_members = True
-        before = self._members_before()
+        builders, before = self._builders(found), self._members_before()
         self._members, self._keys, self._values = [], [], []
         self._note_members(self._layer_dicts)
         accepted = [
             {**old, **now, **{name: value for name, value in old.items() if value is not None}}
-            for old, now in zip(before, self._members_before(), strict=True)
+            if number // 4 in builders or number % 4 > 1  # hooks
+            else old
+            for number, (old, now) in enumerate(zip(before, self._members_before(), strict=True))
         ]
         self._members = [*map(len, accepted)]
         self._keys = [*_flat(accepted)]
@@ -243,7 +260,7 @@ class Snapshot:
         """
         changed = self._changed()
         for location in (*self.locations, *changed.values()):
-            undo.append(location.restore() or functools.partial(_restore_after, location))
+            undo.append(location.restore() or functools.partial(self._restore_after, location))
         undo.append(functools.partial(self._restore_content, changed))
         if self._has_same_members():
             undo.append(self._restore_members_after)
@@ -256,7 +273,12 @@ class Snapshot:
         if but or _is_raising():
             for number, location in self._changed().items():
                 if number not in but:
-                    _restore_after(location)
+                    self._restore_after(location)
+
+    def _restore_after(self, location: Location) -> None:
+        """Undo what the second forward has changed, except what is accepted."""
+        location.after_forward(self.found)
+        location.restore()
 
     def _restore_members_after(self) -> None:
         if (self._exchanges_members or _is_raising()) and not self._has_same_members():
@@ -269,16 +291,10 @@ class Snapshot:
 
 def _is_same(container: Any, reader: Reader, before: list[Any], size: int) -> bool:
     try:
-        return len(container) == size and all(map(is_, reader[1](container), before))
+        return len(container) == size and all(map(is_, reader.read(container), before))
     except KeyError:
         return False
 
 
 def _is_raising() -> bool:
     return sys.exc_info()[0] is not None
-
-
-def _restore_after(location: Location) -> None:
-    """Undo what the second forward has changed, except what is accepted."""
-    location.after_forward()
-    location.restore()

@@ -114,7 +114,7 @@ def compare(
     own = in_dygraph(0)
     agree(own.fault, False)
     found = in_program(own.seen)
-    since = own.end.only_moved()
+    since = own.end.only_advanced()
     has_drawn = since.generators is not None or since.tracker is not None
     # All ranks make the runs with moved numbers, or none: a loss may have collectives.
     differ = bool(differences(own.seen, found))
@@ -161,7 +161,7 @@ def isolated(
 
 def draws_elsewhere(start: RngState) -> str:
     """What is wrong with a forward that began at `start`, if it draws where no Program does."""
-    since = start.only_moved()
+    since = start.only_advanced()
     if since.numpy is None and since.python is None:
         return ""
     return (

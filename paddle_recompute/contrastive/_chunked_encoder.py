@@ -198,7 +198,7 @@ class ChunkedEncoder:
         """The first forward of a chunk, recorded; `last`: the call right before the first chunk."""
         call = Call(self.encoder, self._what, preserve_rng_state=True, check=False)
         arguments, named = self._arguments(number)
-        output = call.first(arguments, named, before=self._calls[-1] if self._calls else last)
+        output = call.first(arguments, named, previous=self._calls[-1] if self._calls else last)
         self._calls.append(call)
         return output
 

@@ -408,7 +408,7 @@ class _Recorder:
     def _gone(self) -> None:
         self._waiting -= 1
 
-    def again(self, frame: Any, run: Callable[[], None]) -> None:
+    def second_forward(self, frame: Any, run: Callable[[], None]) -> None:
         """The second forward of a call."""
         place = self._places.get(frame)
         if place is None:

@@ -18,7 +18,7 @@ from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._frames import Frame
 from paddle_recompute.recompute._recomputation import Recomputation, checksum
 
-IS_ON = os.environ.get("PADDLE_RECOMPUTE_DEBUG", "0") not in ("", "0")
+DEBUG_FROM_ENVIRONMENT = os.environ.get("PADDLE_RECOMPUTE_DEBUG", "0") not in ("", "0")
 """Whether every recomputed call is debugged."""
 
 _ROOMS = (__file__, captured_state.__file__, _paddle.__file__)
@@ -110,11 +110,11 @@ class DebuggedFrame(Frame):
         self._then.append(_place_of(tensor, self._compares_values))
         return super().pack(tensor)
 
-    def again(self, *args: Any) -> Recomputation:
+    def new_recomputation(self, *args: Any) -> Recomputation:
         """See `Frame`."""
-        again = _DebuggedRecomputation(self._then, *args)
-        self._now = again.places
-        return again
+        recomputation = _DebuggedRecomputation(self._then, *args)
+        self._now = recomputation.places
+        return recomputation
 
     def recompute(self, is_last: bool) -> None:
         """See `Frame`."""

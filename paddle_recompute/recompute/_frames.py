@@ -14,12 +14,12 @@ unless its outer frame is being recomputed.
 
 **Ownership.** C++ graph -> handle -> frame -> inputs, and, after the second forward, handle ->
 tensor. A frame has weak references to its handles, so reference counting alone frees graph,
-activations and Layer, and dropping an output frees the tensors that only it needs.
+activations and Layer, and deleting an output frees the tensors that only it needs.
 
 A Layer may hold a tensor of its own forward, such as an auxiliary loss: Layer -> tensor -> graph ->
-handle -> frame -> Layer is a cycle that Python's collector cannot see. So the first backward that
-unpacks from a frame releases its inputs at the end. A handle whose operator has not run by then
-keeps its tensor, as Paddle would.
+handle -> frame -> Layer is a cycle that Python's collector cannot see. So the first backward
+without ``retain_graph`` that unpacks from a frame releases its inputs. A handle whose operator's
+backward has not run by then keeps the recomputed tensor, as Paddle keeps a saved tensor.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import paddle
 
 from paddle_recompute._paddle.backward import current_backward, set_gradients
 from paddle_recompute._paddle.gradients import (
-    begin_passing_hooks,
-    end_passing_hooks,
+    begin_temporary_hooks,
+    remove_temporary_hooks,
     watch_hooks,
 )
 from paddle_recompute._paddle.saved_tensors import MetadataLists, dtype_of
@@ -45,14 +45,14 @@ from paddle_recompute.recompute._hooks import (
     begin_recording,
     end_recording,
     innermost,
-    is_of_second_pair,
+    is_nested_hooks_error,
 )
-from paddle_recompute.recompute._inputs import fetch, keep
+from paddle_recompute.recompute._inputs import fetch, save_inputs
 from paddle_recompute.recompute._offload import InputStorage
 from paddle_recompute.recompute._recomputation import (
-    EndOfForward,
     KeptCall,
     Recomputation,
+    StopRecomputation,
     checksum,
 )
 
@@ -68,38 +68,38 @@ class FrameHandle(SavedHandle):
     is_spent: bool
     """Whether the last backward of its operator has unpacked it."""
 
-    def value(self, is_last: bool, itself: bool = False) -> paddle.Tensor:
+    def value(self, is_last: bool, same_object: bool = False) -> paddle.Tensor:
         """The tensor, from a second forward of the frame."""
         frame = self.frame
         if self.tensor is None:
             try:
                 frame.recompute(is_last)
             finally:
-                # The second forward failed: Paddle never frees the argument of a hook that raises.
-                if frame.is_released and not frame._failed:
+                # If it raised, drop the frame: Paddle leaks the argument of a hook that raises.
+                if frame.is_released and not frame._failed_name:
                     self.frame = _RELEASED
-        # Under ``retain_graph`` Paddle (2.6, 3.x) holds the memory in the graph anyway.
-        value = self.take(is_last, itself)
+        # Not the last time: the graph (2.6, 3.x) holds the memory, so the handle may, too.
+        value = self.take(is_last, same_object)
         if is_last and not frame.is_released:
             if not self.is_spent:
                 self.is_spent = True
                 frame.num_awaited -= 1
-            if not (frame.num_awaited and frame.is_ending):
-                frame.end()
+            if not (frame.num_awaited and frame.is_release_scheduled):
+                frame.release_after_backward()
         return value
 
     def release(self) -> None:
-        """The graph has freed the handle."""
+        """Drop tensor and frame: the graph has freed the handle."""
         self.tensor = None
         del self.frame
 
 
 _new_handle = object.__new__
-"""``FrameHandle()`` would double the time of `Frame.pack`."""
+"""Bypasses ``__init__``: ``FrameHandle()`` would double the time of `Frame.pack`."""
 
 
 class Observer(Protocol):
-    """Called around the two forwards of recomputed calls (`observed`)."""
+    """Notified of the two forwards of each recomputed call; installed by `observed`."""
 
     def forward(self, name: str, run: Callable[[], Any]) -> Any:
         """Run the first forward of the Layer `name`."""
@@ -107,7 +107,7 @@ class Observer(Protocol):
     def recorded(self, frame: Frame) -> None:
         """`frame` has recorded a call."""
 
-    def again(self, frame: Frame, run: Callable[[], None]) -> None:
+    def second_forward(self, frame: Frame, run: Callable[[], None]) -> None:
         """Run the second forward of `frame`."""
 
 
@@ -115,8 +115,8 @@ class Frame:
     """A recomputed call: its inputs until the backward, and the handles of its saved tensors."""
 
     observer: ClassVar[Observer | None] = None
-    again: Any = Recomputation
-    """The class of the recorder of the second forward."""
+    new_recomputation: Any = Recomputation
+    """Makes the recorder of a second forward."""
 
     def __init__(self, call: Call | None) -> None:
         self.call = call
@@ -125,18 +125,20 @@ class Frame:
         self.storage: InputStorage
         """Keeps the inputs."""
         self.kept: list[KeptCall] = []
-        """The calls of `keep` in its first forward."""
+        """The calls of `paddle_recompute.keep` in its first forward."""
         self._end_of_forward: KeptCall | None = None
-        # Metadata, checksum and handle of each saved tensor; only the graph keeps the handles.
+        # Metadata, checksum and weak reference to the handle of each saved tensor.
         self.metadata: MetadataLists = [], [], [], []
         self.checksums: dict[int, int] = {}
         self.handles: list[weakref.ref[FrameHandle]] = []
         self._is_recording = self._compares_values = False
-        self._failed = ""
-        """The name of the call, if its first forward raised."""
-        self.is_ending = False
+        self._failed_name = ""
+        """The name of the call if its first forward raised, else ""."""
+        self.is_release_scheduled = False
         self.num_awaited = 0
-        """The number of handles in the graph, at the last second forward, that are not spent."""
+        """The number of handles in the graph that the latest second forward filled and that no last
+        backward has unpacked.
+        """
 
     def record(self, storage: InputStorage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first forward; returns its result.
@@ -155,13 +157,13 @@ class Frame:
         if not begin_recording(self):
             raise HooksAreTaken
         try:
-            self._inputs = keep((args, kwargs), storage, _pack_of(outer))
+            self._inputs = save_inputs((args, kwargs), storage, _pack_of(outer))
             self._is_recording, self._compares_values = True, call.compare_values
             outputs = call.first(args, kwargs)
         except BaseException as error:  # the caller may catch the error and continue
-            self._failed = call.name
+            self._failed_name = call.name
             self.release()
-            if is_of_second_pair(error):
+            if is_nested_hooks_error(error):
                 raise RecomputeError(
                     f"{call.name} brings saved_tensors_hooks into force, and Paddle allows one "
                     "pair at a time, which recompute needs here. If it calls fleet's recompute "
@@ -179,7 +181,9 @@ class Frame:
         return outputs
 
     def _find_end_of_forward(self, call: Call) -> None:
-        """If nothing is saved after the last call of `keep`, the second forward ends there."""
+        """Stop the second forward early, after the last call of `keep`, if nothing is saved after
+        it; the outputs of that call are not needed then.
+        """
         last = self.kept[-1]
         is_end = last.part.has_returned and last.num_saved == len(self.handles)
         if is_end and not call.compare_values:
@@ -198,15 +202,17 @@ class Frame:
         self.kept = []
 
     def pack(self, tensor: paddle.Tensor) -> FrameHandle:
-        """First forward: make a handle, and note the metadata for the second forward."""
+        """First forward: return a handle for `tensor`, and record the metadata with which the
+        second forward is compared.
+        """
         dtypes, strides, offsets, sizes = self.metadata
         handle = _new_handle(FrameHandle)
         handle.frame, handle.tensor, handle.layout = self, None, None
         handle.is_spent = handle.is_for_engine = False
-        dtypes.append(dtype_of(tensor))  # `metadata_of`, inlined for speed
+        dtypes.append(dtype_of(tensor))  # `metadata_of`, inlined: saves a Python call
         strides.append(None if tensor.is_contiguous() else tensor.strides)
         offsets.append(tensor.offset)
-        sizes.extend(tensor.shape)  # not `+=`, which `paddle.Size` overloads
+        sizes.extend(tensor.shape)  # not `+=`: `paddle.Size` overloads `+`
         sizes.append(None)
         self.handles.append(weakref.ref(handle))
         if self._compares_values:
@@ -221,9 +227,9 @@ class Frame:
                 "it is still running (paddle.grad or backward inside it). Move that part out of "
                 "the recomputed function."
             )
-        if self._failed:
+        if self._failed_name:
             raise RecomputeError(
-                f"{self._failed} raised in its first forward, so the tensors that it computed "
+                f"{self._failed_name} raised in its first forward, so the tensors that it computed "
                 "before cannot be differentiated. Compute them outside of the recomputed function."
             )
         if self.call is None:
@@ -235,25 +241,25 @@ class Frame:
             if self.observer is None:
                 self._recompute()
             else:
-                self.observer.again(self, self._recompute)
+                self.observer.second_forward(self, self._recompute)
         except BaseException:
             if is_last:  # Paddle does not free the handles when a hook raises
                 self.release()
             raise
 
-    def end(self) -> None:
-        """Release the inputs when all handles are unpacked for the last time, at the latest at the
-        end of this backward, even if an output is still referenced.
+    def release_after_backward(self) -> None:
+        """Release the inputs once all handles are unpacked for the last time, before the backward
+        goes on to earlier blocks; at the latest at its end, even if an output is still referenced.
         """
-        if not self.is_ending:
-            self.is_ending = True
+        if not self.is_release_scheduled:
+            self.is_release_scheduled = True
             backward = current_backward()
             assert backward is not None
-            backward.at_end[id(self)] = self._end
+            backward.at_end[id(self)] = self._release_if_unused
         if not self.num_awaited:
             self.release()
 
-    def _end(self) -> None:
+    def _release_if_unused(self) -> None:
         """Release the inputs at the end of a backward, unless a handle needs a second forward."""
         if all(
             handle is None or handle.is_spent or handle.tensor is not None
@@ -268,27 +274,28 @@ class Frame:
     def _recompute(self) -> None:
         call, handles = self.call, self._live_handles()
         assert call is not None
-        again = self.again(
+        recomputation = self.new_recomputation(
             call, self.kept, self._end_of_forward, self.metadata, self.checksums, handles
         )
         args, kwargs = fetch(self._inputs)
         # Enable gradients first: inside an unpack hook they are disabled, and Paddle ignores hooks
         # that are registered then.
         had_gradients = set_gradients(True)
-        begin_recording(again)
-        # Hooks on tensors from outside were registered in the first forward already.
+        begin_recording(recomputation)
+        # The hooks of the first forward on captured tensors are in force; those that the second one
+        # registers are removed after it.
         watch_hooks()
-        hooks = begin_passing_hooks()
+        hooks = begin_temporary_hooks()
         try:
             call.repeat(args, kwargs)
-        except (EndOfForward, Exception):
-            if not again.has_ended:
+        except (StopRecomputation, Exception):
+            if not recomputation.has_ended:
                 raise
         finally:
-            end_passing_hooks(hooks)
+            remove_temporary_hooks(hooks)
             end_recording()
             set_gradients(had_gradients)
-        again.finish()
+        recomputation.finish()
         self.num_awaited = sum([not handle.is_spent for handle in handles if handle is not None])
 
 
@@ -317,7 +324,8 @@ def run_inside_recomputation(
     call: Call, storage: InputStorage, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run an inner `call` while its outer frame is recomputed."""
-    keep((args, kwargs), storage, _pack_of(innermost()))
+    # Packs the inputs into the outer recomputation, in order, as the first forward did.
+    save_inputs((args, kwargs), storage, _pack_of(innermost()))
     begin_recording(_DiscardAll())
     try:
         return call.run(args, kwargs)

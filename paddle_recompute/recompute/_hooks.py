@@ -69,7 +69,7 @@ class SavedHandle:
         """The graph has freed the handle."""
         self.tensor = None
 
-    def take(self, is_last: bool, itself: bool) -> paddle.Tensor:
+    def take(self, is_last: bool, same_object: bool) -> paddle.Tensor:
         """The tensor, unless it was changed in place; dropped if `is_last`."""
         kept = self.tensor
         if kept is None:
@@ -81,22 +81,22 @@ class SavedHandle:
                 f"A tensor ({describe(kept)}) that an operator saved for its backward was "
                 "changed in place afterwards. Change a copy instead."
             )
-        if self.layout is not None and not itself:
+        if self.layout is not None and not same_object:
             kept = with_layout(kept, self.layout)
         if is_last:
             self.tensor = None  # freed as in Paddle, even if the output is still referenced
-        if itself or (is_last and not ENGINE_TAKES_MEMORY):
+        if same_object or (is_last and not ENGINE_TAKES_MEMORY):
             return kept
         return memory_for_engine(kept) if self.is_for_engine else shares_memory(kept)
 
-    def value(self, is_last: bool, itself: bool = False) -> paddle.Tensor:
+    def value(self, is_last: bool, same_object: bool = False) -> paddle.Tensor:
         """The tensor, as a new object, because the engine may move the memory out of it (2.6).
 
         Args:
             is_last: Whether it is unpacked for the last time.
-            itself: Whether to return the kept object itself, for a PyLayer.
+            same_object: Whether to return the very object that was kept, for a PyLayer.
         """
-        return self.take(is_last, itself)
+        return self.take(is_last, same_object)
 
 
 def _keep(tensor: paddle.Tensor) -> SavedHandle:
@@ -222,7 +222,7 @@ def begin_recording(recorder: Recorder) -> bool:
     return True
 
 
-def is_of_second_pair(error: BaseException) -> bool:
+def is_nested_hooks_error(error: BaseException) -> bool:
     """Whether `error` is that of Paddle (2.6, 3.x) for a second pair of hooks."""
     return isinstance(error, ValueError) and "only one pair of hooks is allowed" in str(error)
 
@@ -282,7 +282,7 @@ def _value_for_py_layer(
     if backward.py_layer is not context:
         backward.py_layer, backward.given = context, {}
     if handle not in backward.given:
-        backward.given[handle] = handle.value(is_last, itself=True)
+        backward.given[handle] = handle.value(is_last, same_object=True)
     value = backward.given[handle]
     # ``stop_gradient`` of an output was not set yet when it was saved.
     if backward.creates_graph and _may_need_gradient(value):

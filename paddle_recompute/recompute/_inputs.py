@@ -70,7 +70,7 @@ class Input:
         return tensor
 
 
-def keep(
+def save_inputs(
     inputs: Any,
     storage: InputStorage,
     pack: Callable[[paddle.Tensor], SavedHandle | None] | None,

@@ -29,21 +29,21 @@ class KeptCall(NamedTuple):
 
     Attributes:
         part: The kept part, with its outputs.
-        streams: The RNG state after it; None: the function does not restore RNG state.
-        num_saved: The number of tensors that the function had saved up to its end.
-        is_alone: Whether it belongs to no other recomputed function.
+        rng_state: The RNG state after the call; None: RNG state is not restored.
+        num_saved: The number of tensors that the function had saved when the call returned.
+        is_alone: Whether no enclosing recomputed function records this call, too.
     """
 
     part: Any
-    streams: RngState | None
+    rng_state: RngState | None
     num_saved: int
     is_alone: bool
 
 
-class EndOfForward(BaseException):
-    """Ends a second forward at the last call of `keep`, if nothing is saved after it.
+class StopRecomputation(BaseException):
+    """Stops a second forward early, after the last `keep`: no later operator saves a tensor.
 
-    The function may catch it: what it does after that call has no effect.
+    If the function catches it, what it does afterwards is ignored.
     """
 
 
@@ -53,8 +53,8 @@ class Recomputation:
     Attributes:
         call: The call.
         kept: The calls of `keep` of the first forward, in order.
-        end: The call of `keep` at which the second forward ends; None: it runs to its end.
-        has_ended: Whether the second forward has reached `end`.
+        end: The call of `keep` after which the second forward stops; None: it runs to completion.
+        has_ended: Whether it has stopped after `end`.
 
     Args:
         call: As above.
@@ -75,55 +75,55 @@ class Recomputation:
         handles: Sequence[SavedHandle | None],
     ) -> None:
         self.call, self.kept, self.end, self.has_ended = call, iter(kept), end, False
-        self._first, self._checksums, self._handles = metadata, checksums, handles
-        self._kept: list[Any] = []
-        """The saved tensors; None if the graph has freed the handle."""
+        self._first_metadata, self._checksums, self._handles = metadata, checksums, handles
+        self._recomputed: list[Any] = []
+        """The tensors that the second forward saves; None if the graph has freed the handle."""
         self._versions: list[int] = []
-        self._metadata: list[TensorMetadata] = []
-        """The metadata of the first forward, made when a single tensor is compared."""
+        self._each_first_metadata: list[TensorMetadata] = []
+        """`_first_metadata` per tensor; made when a single tensor is compared."""
         self._layouts: dict[int, TensorMetadata] = {}
-        """The metadata of the first forward for tensors whose strides or offset differ."""
+        """First-forward metadata of tensors whose strides or offset differ in the second."""
         self._difference: str | None = None
         self._is_matched = True
         self._checks_each_tensor = bool(checksums) or not all(handles)
 
     def pack(self, tensor: paddle.Tensor) -> None:
         """Keep the tensor, without its graph."""
-        kept = without_graph(tensor)
-        self._kept.append(kept)
-        self._versions.append(version_of(kept))
-        if self._checks_each_tensor and len(self._kept) <= len(self._handles):
-            self._compare_metadata(len(self._kept) - 1, kept)
+        tensor = without_graph(tensor)
+        self._recomputed.append(tensor)
+        self._versions.append(version_of(tensor))
+        if self._checks_each_tensor and len(self._recomputed) <= len(self._handles):
+            self._check_on_pack(len(self._recomputed) - 1, tensor)
 
-    def _compare_metadata(self, count: int, tensor: paddle.Tensor) -> None:
-        """Compare a tensor before it can be written to; drop it if the graph has freed its
-        handle.
+    def _check_on_pack(self, index: int, tensor: paddle.Tensor) -> None:
+        """Compare a tensor when it is saved, before it can change in place; drop it if the graph
+        has freed its handle.
         """
-        self._compare(count, tensor)
-        if self._handles[count] is None:
-            self._kept[count] = None
-        elif self._checksums.get(count) not in (None, checksum(tensor)):
-            self._note(count, f"({describe(tensor)}) has other values than in the first one")
+        self._compare_metadata(index, tensor)
+        if self._handles[index] is None:
+            self._recomputed[index] = None
+        elif self._checksums.get(index) not in (None, checksum(tensor)):
+            self._note(index, f"({describe(tensor)}) has other values than in the first one")
 
-    def _compare(self, count: int, tensor: paddle.Tensor) -> None:
+    def _compare_metadata(self, index: int, tensor: paddle.Tensor) -> None:
         """Note a difference to the first forward. Strides and offset may differ: those of reloaded
         inputs and copied buffers do.
         """
-        self._metadata = self._metadata or each_metadata(self._first)
-        was, metadata = self._metadata[count], metadata_of(tensor)
+        self._each_first_metadata = self._each_first_metadata or each_metadata(self._first_metadata)
+        was, metadata = self._each_first_metadata[index], metadata_of(tensor)
         if was == metadata:
             return
-        self._layouts[count] = was
+        self._layouts[index] = was
         if was[0] != metadata[0] or was[3] != metadata[3]:
-            # From here on, tensors and handles may belong to different operators.
+            # Tensors cannot be matched to handles any more, even where the rest agrees by chance.
             self._is_matched = False
             then = f"{dtype_name(dtype_in(was))}{[*was[3]]}"
-            self._note(count, f"was {then}, now it is {describe(tensor)}")
+            self._note(index, f"was {then}, now it is {describe(tensor)}")
 
-    def _note(self, count: int, difference: str) -> None:
+    def _note(self, index: int, difference: str) -> None:
         """Note the first difference."""
         if self._difference is None:
-            place = f"saved tensor {count} of {len(self._handles)}"
+            place = f"saved tensor {index} of {len(self._handles)}"
             self._difference = f"{place} {difference}"
 
     def finish(self) -> None:
@@ -133,34 +133,34 @@ class Recomputation:
             RecomputeError: They saved different tensors, and the check is on or a handle would get
                 no tensor; or the second one calls `keep` less often.
         """
-        kept, num_saved = self._kept, len(self._handles)
+        tensors, num_saved = self._recomputed, len(self._handles)
         if self.has_ended:
-            del kept[num_saved:]
+            del tensors[num_saved:]
         elif (skipped := next(self.kept, None)) is not None:
             raise RecomputeError(
                 f"The second forward of {self.call.name} does not call {skipped.part.name}, its "
                 f"first forward did. {RECOMPUTATION_ADVICE}"
             )
-        if not self._checks_each_tensor and metadata_lists_of(kept) != self._first:
-            for count in range(min(len(kept), num_saved)):
-                # A tensor that was changed in place raises when it is unpacked.
-                if version_of(kept[count]) == self._versions[count]:
-                    self._compare(count, kept[count])
-        if len(kept) != num_saved:
+        if not self._checks_each_tensor and metadata_lists_of(tensors) != self._first_metadata:
+            for index in range(min(len(tensors), num_saved)):
+                # The handle of a tensor that was changed in place since raises when it is unpacked.
+                if version_of(tensors[index]) == self._versions[index]:
+                    self._compare_metadata(index, tensors[index])
+        if len(tensors) != num_saved:
             self._difference = self._difference or (
-                f"{num_saved} tensors were saved for the backward, now {len(kept)}"
+                f"{num_saved} tensors were saved for the backward, now {len(tensors)}"
             )
-        is_matched = self._is_matched and len(kept) >= num_saved
+        is_matched = self._is_matched and len(tensors) >= num_saved
         if self._difference is not None and (self.call.check or not is_matched):
             raise RecomputeError(
                 f"The second forward of {self.call.name} is not a repetition of the first: "
                 f"{self._difference}. {RECOMPUTATION_ADVICE}"
             )
-        for handle, tensor, version in zip(self._handles, kept, self._versions, strict=False):
+        for handle, tensor, version in zip(self._handles, tensors, self._versions, strict=False):
             if handle is not None:
                 handle.tensor, handle.version, handle.layout = tensor, version, None
-        for count, layout in self._layouts.items():
-            if (handle := self._handles[count]) is not None:
+        for index, layout in self._layouts.items():
+            if (handle := self._handles[index]) is not None:
                 handle.layout = layout
 
 

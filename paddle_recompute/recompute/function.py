@@ -15,13 +15,12 @@ import paddle
 from paddle_recompute._nested import tensors_in
 from paddle_recompute._paddle.backward import watch_backward
 from paddle_recompute._paddle.fleet_recompute import fleet_recompute, options_of
-from paddle_recompute._paddle.translation import never_translate, set_translator
+from paddle_recompute._paddle.translation import set_eval_frame, skip_sot
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.captured_state import Call, watch_writes
 from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.recompute import _without_recompute
-from paddle_recompute.recompute._debug import IS_ON as IS_DEBUGGED
-from paddle_recompute.recompute._debug import DebuggedFrame
+from paddle_recompute.recompute._debug import DEBUG_FROM_ENVIRONMENT, DebuggedFrame
 from paddle_recompute.recompute._frames import (
     Frame,
     HooksAreTaken,
@@ -29,7 +28,7 @@ from paddle_recompute.recompute._frames import (
     run_inside_recomputation,
 )
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
-from paddle_recompute.recompute.program.marked_call import BY_ITSELF, Mark, run_marked
+from paddle_recompute.recompute.program.marked_call import NO_SEGMENT, Mark, run_marked
 
 DeterminismCheck = Literal["default", "values", "none"]
 Offload = Literal["none", "host", "disk"]
@@ -84,7 +83,7 @@ def recompute(
     """Call ``function(*args, **kwargs)``; keep its inputs for the backward, not its activations.
 
     The backward runs `function` a second time and uses the activations of that second forward. This
-    costs one extra forward, also for several backwards through the call (``retain_graph=True``).
+    costs one extra forward in total, even if it runs several times (``retain_graph=True``).
     Outputs, gradients, RNG state and buffers are bitwise identical to those of the plain call.
     Replaces ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
 
@@ -127,8 +126,9 @@ def recompute(
         >>> y.backward()  # doctest: +SKIP
         RecomputeError: the parameter 'linear_0.w_0' ([4, 4]) was changed between the forward ...
 
-        It is also raised if the forward itself writes to a parameter (call it once under
-        ``no_grad`` first), and if the second forward saves or returns other shapes or dtypes.
+        It is also raised if the second forward saves or returns other shapes or dtypes, and if the
+        forward itself writes to a parameter. If only its first call does, as in a data-dependent
+        initialization, call `function` once under ``no_grad`` before.
 
         *Not detected* is a second forward that computes other values of the same shapes, unless
         ``determinism_check="values"`` is set. Iterators and files advance twice:
@@ -136,12 +136,16 @@ def recompute(
         >>> scales = iter([2.0, 3.0])
         >>> recompute(lambda x: (x * next(scales)).exp(), x).sum().backward()  # wrong gradient
 
-        Also not detected: Python numbers, lists and dicts that the function changes itself, such as
-        counters, which count both forwards (except the numbers of a Layer with buffers); opaque
-        arguments whose content is changed between the forwards; captured tensors that the function
-        changes in place; attributes of classes and of a plain ``threading.local()``; writes by
-        ``Tensor.exponential_``, of ``functional.batch_norm`` into large plain tensors, and those
-        that bypass Paddle's Python API (``get_tensor()``, DLPack, collectives, custom operators).
+        Also not detected are changes of:
+
+        - Python numbers, and lists and dicts of data, by the function itself: a counter counts both
+          forwards. Numbers of a Layer with buffers are restored;
+        - arguments that are neither tensors nor containers, between the forwards;
+        - captured tensors, by the function itself, in place;
+        - attributes of classes and of a plain ``threading.local()``;
+        - tensors by ``Tensor.exponential_``, and past Paddle's Python API (``get_tensor()``,
+          DLPack, collectives, custom operators); large plain tensors by ``functional.batch_norm``.
+
         Side effects, such as logging, happen in both forwards; `is_recomputing` is true in the
         second.
 
@@ -164,7 +168,8 @@ def recompute(
             once.
         determinism_check: ``"default"`` compares number, shape and dtype of the tensors that both
             forwards save and return. ``"values"`` also compares the values bit by bit (slow: every
-            saved tensor is copied to the host). ``"none"`` compares only what the backward needs.
+            saved tensor is copied to the host). ``"none"`` compares number, shape and dtype only of
+            the tensors that the backward needs.
         offload: Where tensor arguments are kept until the backward: ``"host"`` (pinned on GPUs; on
             a CPU it has no effect and warns once), ``"disk"`` (a temporary file, which the system
             removes even after a crash), or None (the device).
@@ -172,11 +177,11 @@ def recompute(
         context_fn: Returns two context managers, one for each forward. It is called once per call
             of `recompute`, and again if a second forward failed and another backward repeats it.
         debug: Where the second forward differs, the error names the operation, the Layer and the
-            line of the first saved tensor that differs, in both forwards. Another function of
-            Paddle is a difference too, even if what it saves has the same shape. Costs about 10 us
-            per saved tensor. ``PADDLE_RECOMPUTE_DEBUG=1`` in the environment, when the library is
-            imported, stands for True everywhere. Without effect in a Program: no second forward
-            runs in Python there.
+            line of the first saved tensor that differs, in both forwards. A different function of
+            Paddle at the same place is a difference, even if it saves a tensor of the same shape.
+            Costs about 10 us per saved tensor. ``PADDLE_RECOMPUTE_DEBUG=1`` in the environment,
+            when the library is imported, stands for True everywhere. Without effect in a Program:
+            no second forward runs in Python there.
         **kwargs: Keyword arguments of `function`.
 
     Returns:
@@ -212,7 +217,7 @@ def recompute(
     if function is None:
         if args or kwargs or offload_indices:
             raise ConfigError(
-                "recompute() without a function returns a decorator and takes its options alone: "
+                "recompute() without a function returns a decorator and accepts only options: "
                 "preserve_rng_state, determinism_check, offload, context_fn, debug"
             )
         return functools.partial(_decorated, options)
@@ -232,7 +237,7 @@ def _decorated(options: RecomputeOptions, function: Callable[..., Any]) -> Calla
     return call
 
 
-_OF_FLEET = frozenset(
+_SHARED_WITH_FLEET = frozenset(
     {"preserve_rng_state", "preserve_external_rng_state", "use_reentrant", "offload_indices"}
 )
 
@@ -243,7 +248,7 @@ def refuse_unknown_options(function: Callable[..., Any], kwargs: dict[str, Any])
     Raises:
         ConfigError: `kwargs` has such an option, and `function` has no parameter of its name.
     """
-    unknown = (options_of(fleet_recompute, "kwargs.pop") - _OF_FLEET).intersection(kwargs)
+    unknown = (options_of(fleet_recompute, "kwargs.pop") - _SHARED_WITH_FLEET).intersection(kwargs)
     if not unknown:
         return
     call = function.forward if isinstance(function, paddle.nn.Layer) else function
@@ -273,9 +278,9 @@ def run_recomputed(
     *,
     storage: InputStorage | None = None,
     name: str = "",
-    mark: Mark = BY_ITSELF,
+    mark: Mark = NO_SEGMENT,
 ) -> Any:
-    """`recompute`, with its options in one object, so that `kwargs` may have any name.
+    """`recompute` with its options in one object, so `kwargs` may have a keyword of the same name.
 
     Args:
         function: The function to call.
@@ -308,7 +313,7 @@ def run_recomputed(
     check = options.determinism_check
     call = Call(function, name, options.preserve_rng_state, check != "none", check == "values")
     call.context_fn = options.context_fn
-    translator = set_translator(None)
+    eval_frame = set_eval_frame(None)  # no SOT capture inside a recomputed function
     try:
         if not paddle.is_grad_enabled():
             return call.run(args, kwargs)
@@ -318,10 +323,10 @@ def run_recomputed(
             raise ConfigError(
                 f"recompute.policy: segments joins {call.name} with its neighbours, which a "
                 "Program can (mode: static, compile_model) and dygraph cannot. Set policy: all or "
-                "every_n, or name other parts in checkpoints: a Sequential of several blocks is "
-                "recomputed as one"
+                "every_n, or list larger sublayers in recompute.checkpoints: a Sequential of "
+                "several blocks is recomputed as one"
             )
-        frame = DebuggedFrame(call) if options.debug or IS_DEBUGGED else Frame(call)
+        frame = DebuggedFrame(call) if options.debug or DEBUG_FROM_ENVIRONMENT else Frame(call)
         return frame.record(storage, args, kwargs)
     except HooksAreTaken:
         raise RecomputeError(
@@ -330,8 +335,8 @@ def run_recomputed(
             "of fleet's recompute (use_reentrant=False), call paddle_recompute.patch_fleet() first"
         ) from None
     finally:
-        set_translator(translator)
+        set_eval_frame(eval_frame)
 
 
-never_translate(recompute)
-never_translate(run_recomputed)
+skip_sot(recompute)
+skip_sot(run_recomputed)

@@ -27,7 +27,7 @@ from paddle_recompute._paddle.saved_tensors import (
     with_layout,
 )
 from paddle_recompute._paddle.static.marks import kept_operators
-from paddle_recompute._paddle.translation import never_translate
+from paddle_recompute._paddle.translation import skip_sot
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute._paddle.writes import address_of
 from paddle_recompute.captured_state import (
@@ -48,7 +48,7 @@ from paddle_recompute.recompute._hooks import (
     end_recording,
 )
 from paddle_recompute.recompute._offload import InputStorage, OnDevice
-from paddle_recompute.recompute._recomputation import EndOfForward, KeptCall, Recomputation
+from paddle_recompute.recompute._recomputation import KeptCall, Recomputation, StopRecomputation
 from paddle_recompute.recompute.layer import WrappedLayer
 
 
@@ -60,7 +60,7 @@ def keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     the first one. The backward of `function` uses what its operators saved in the first forward.
     Until then the outputs and what the operators saved are kept, but for what lies in the memory of
     an argument: a linear layer costs the bytes of its output. Random streams, buffers of the Layers
-    that `function` calls, and tensors that it assigns to them, go on as behind the first call.
+    that `function` calls, and tensors that it assigns to them, go on as after the first call.
     Anywhere else, and in the second forward of `GradCache` and `OffloadSequential`, this is the
     plain call.
 
@@ -98,7 +98,7 @@ def keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _first(frames, function, args, kwargs) if frames else function(*args, **kwargs)
 
 
-never_translate(keep)
+skip_sot(keep)
 
 
 class KeptFunction:
@@ -183,7 +183,7 @@ def _first(
         part.state.end()
         for frame in frames:
             frame.kept.append(
-                KeptCall(part, frame.call.streams_now(), len(frame.handles), len(frames) == 1)
+                KeptCall(part, frame.call.rng_state_now(), len(frame.handles), len(frames) == 1)
             )
     return outputs
 
@@ -214,8 +214,8 @@ def _again(
         recorder.pack(_over(given[position], was, metadata))
     if kept is repetition.end:
         repetition.has_ended = True
-        raise EndOfForward
-    repetition.call.go_on_from(kept.streams, part.state)
+        raise StopRecomputation
+    repetition.call.skip_to(kept.rng_state, part.state)
 
     def fetch(leaf: Any) -> Any:
         if type(leaf) is not _Tied:
@@ -310,7 +310,7 @@ class _Keeping:
             if (kept := reference()) is not None:
                 kept.send(once)
         what = f"An output of {part.name}"
-        return _inputs.keep(_nested.map_leaves(tied, outputs), once, None, what)
+        return _inputs.save_inputs(_nested.map_leaves(tied, outputs), once, None, what)
 
 
 class _Once:
@@ -350,7 +350,7 @@ class _Waiting(SavedHandle):
             self._away, self._stop_gradient = kept, tensor.stop_gradient
             self.layout, self.tensor = metadata_of(tensor), None
 
-    def value(self, is_last: bool, itself: bool = False) -> paddle.Tensor:
+    def value(self, is_last: bool, same_object: bool = False) -> paddle.Tensor:
         """See `SavedHandle`."""
         if self.tensor is None and self._away is not None:
             tensor = self._away.load()
@@ -358,7 +358,7 @@ class _Waiting(SavedHandle):
             self.keep(tensor)
         if is_last:
             self._away = None
-        return super().value(is_last, itself)
+        return super().value(is_last, same_object)
 
 
 # ---------------------------------------------------------------------------- metadata and memory

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import paddle
 
 from paddle_recompute._paddle.counting import around_counting
-from paddle_recompute._paddle.translation import never_translate, never_translate_files_below
+from paddle_recompute._paddle.translation import skip_sot, skip_sot_in_files_below
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.captured_state import is_recomputing, name_of
 from paddle_recompute.errors import SelectionError
@@ -22,9 +22,9 @@ from paddle_recompute.recompute.function import (
     log_reentrant,
     run_recomputed,
 )
-from paddle_recompute.recompute.program.marked_call import BY_ITSELF, Mark
+from paddle_recompute.recompute.program.marked_call import NO_SEGMENT, Mark
 
-never_translate_files_below(os.path.dirname(__file__))
+skip_sot_in_files_below(os.path.dirname(__file__))
 _wrapped_classes: dict[tuple[type, type], type[paddle.nn.Layer]] = {}
 
 AnyLayer = TypeVar("AnyLayer", bound=paddle.nn.Layer)
@@ -186,7 +186,7 @@ def wrap(
     options: RecomputeOptions,
     name: str,
     *,
-    mark: Mark = BY_ITSELF,
+    mark: Mark = NO_SEGMENT,
     plan: tuple[bool, ...] = (),
 ) -> AnyLayer:
     """`recompute_wrapper` with all options of the policies and of a plan.
@@ -249,7 +249,7 @@ def _wrapped_class(
         return known
     name = f"{wrapping.__name__.removesuffix('Layer')}{bare.__name__}"
     made = type(name, (wrapping, bare), {"__module__": bare.__module__})
-    never_translate(made)
+    skip_sot(made)
     return _wrapped_classes.setdefault((wrapping, bare), made)
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from paddle_recompute import recompute
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.captured_state.captured_state import LONGEST_SEARCHED, layers_of
+from paddle_recompute.captured_state.captured_state import MAX_CONTAINER_ITEMS, layers_of
 from tests.recompute.contract import Run, Seen, Using, case, leaf
 
 Tensor = paddle.Tensor
@@ -643,7 +643,7 @@ def test_the_search_ends() -> None:
     """In a ring of objects, and in one that holds more than any model."""
     ring = types.SimpleNamespace(norm=paddle.nn.BatchNorm1D(4))
     ring.ring = ring
-    ring.data = [types.SimpleNamespace(ring=ring) for _ in range(LONGEST_SEARCHED + 1)]
+    ring.data = [types.SimpleNamespace(ring=ring) for _ in range(MAX_CONTAINER_ITEMS + 1)]
     assert layers_of(lambda x: ring.ring.norm(ring.data), ()) == [ring.norm]
 
 

@@ -38,7 +38,7 @@ class Mark:
     discard_outputs: bool = False
 
 
-BY_ITSELF = Mark()
+NO_SEGMENT = Mark()
 
 
 def run_marked(
