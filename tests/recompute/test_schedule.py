@@ -159,7 +159,9 @@ def test_policies(settings: dict[str, Any], expected: str) -> None:
 def test_segments_are_refused_where_dygraph_would_recompute() -> None:
     model = paddle.nn.Sequential(*[paddle.nn.Linear(4, 4) for _ in range(4)])
     apply_recompute(model, RecomputeConfig(checkpoints=["*"], policy="segments"))
-    with pytest.raises(ConfigError, match=r"Linear '0'.*Set policy: all or every_n, or list larger"):
+    with pytest.raises(
+        ConfigError, match=r"Linear '0'.*Set policy: all or every_n, or list larger"
+    ):
         model(leaf(3, 4))
     with paddle.no_grad():  # an evaluation between steps of a Program
         assert model(leaf(3, 4)).shape == [3, 4]
