@@ -1,4 +1,4 @@
-"""The side of `cpu_step` that is ours: the encoder with forms switched on one after another.
+"""The side of `cpu_step` that is ours: the encoder with the form for CPUs and without.
 
 Argument: the plan as JSON. It reads a line ``way form`` and prints the CPU seconds of one step.
 """
@@ -18,20 +18,11 @@ import paddle
 import paddle.nn.functional as F
 
 from paddle_recompute import ContrastiveLoss, GradCache, build_model, use_cpu_settings
-from paddle_recompute._paddle import cpu_forms
+from paddle_recompute._paddle import cpu_dropout
 from paddle_recompute.app.config import ModelConfig
 
-PADDLES = {
-    "dropout": F.dropout,
-    "add_mask": lambda scores, mask: scores + mask,
-}
-"""What each form stands for."""
-FORMS = {
-    "before": (),
-    "dropout": ("dropout",),
-    "mask": ("dropout", "add_mask"),
-}
-"""The forms that are on, by the last one."""
+FORMS = ("before", "dropout")
+"""With Paddle's own dropout, and with the form for CPUs."""
 
 
 def make_step(way: str, form: str, plan: dict[str, Any]) -> Callable[[], object]:
@@ -45,8 +36,8 @@ def make_step(way: str, form: str, plan: dict[str, Any]) -> Callable[[], object]
 
     def step() -> None:
         with contextlib.ExitStack() as off:
-            for name in PADDLES.keys() - FORMS[form]:
-                off.enter_context(mock.patch.object(cpu_forms, name, PADDLES[name]))
+            if form == "before":
+                off.enter_context(mock.patch.object(cpu_dropout, "dropout", F.dropout))
             if way == "plain":
                 loss(*map(model, sides)).backward()
             else:

@@ -1,4 +1,4 @@
-"""The CPU time of a training step: ours with each form for CPUs switched on, torch's beside.
+"""The CPU time of a training step: ours with the dropout for CPUs and without, torch's beside.
 
 The encoder of fleet_configs/contrastive_ernie-tiny_2cpu.yaml, 256 pairs of up to 10 and 18 tokens
 of random lengths, AdamW, one thread, the same batch for all. The plain step keeps the graph of all
@@ -116,7 +116,7 @@ def main() -> None:
         body += [
             f"## The {way} step",
             "",
-            *table(("forms up to", "CPU ms, least", "of torch's", "of ours before"), rows),
+            *table(("step", "CPU ms, least", "of torch's", "of ours before"), rows),
             "",
         ]
     for side in sides.values():
@@ -124,7 +124,7 @@ def main() -> None:
     if (args.rounds, args.pairs) != (ROUNDS, PAIRS):
         print("\n".join(body))
         return
-    title = "The CPU time of a training step, form by form"
+    title = "The CPU time of a training step, torch's beside"
     path = write_record("cpu_step", title, "make bench-cpu_step", body)
     print(path.read_text(encoding="utf-8"))
 

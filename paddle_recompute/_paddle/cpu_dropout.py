@@ -1,12 +1,11 @@
-"""Operators of an encoder in bitwise identical forms that take Paddle less time on a CPU.
+"""Dropout in a bitwise identical form that takes Paddle less time on a CPU.
 
-Paddle's CPU kernels (2.6, 3.x) draw the numbers of a dropout mask as floats, and add a broadcast
-mask element by element. In dygraph, on float32 tensors of a CPU and without AMP, the forms here do
-the same arithmetic in the same order. Elsewhere, so in a Program, and for small tensors they are
-Paddle's own calls. A form can go when Paddle's kernel is as fast.
+Paddle's CPU kernel (2.6, 3.x) draws a float for each element. In dygraph, on float32 tensors of a
+CPU and without AMP, the form here draws an integer. Elsewhere, so in a Program, and for small
+tensors it is Paddle's own call. It can go when Paddle's kernel is as fast.
 
-A PyLayer here has one tensor that needs a gradient: ``paddle.grad`` that asks for one of two ends
-in an error of Paddle's, so a bias keeps Paddle's gradient.
+Paddle 2.6 keeps its own: its C++ library divides by nearly a power of two where the newer one takes
+the first bits, so about one element of a mask in 10^10 would be another one.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 from paddle_recompute._paddle.amp import OFF, amp_state
-from paddle_recompute._paddle.version import is_dygraph
+from paddle_recompute._paddle.version import is_dygraph, paddle_version
 
 SMALLEST = 2**16
-"""Elements. With fewer, the Python of a form takes longer than it saves."""
+"""Elements. With fewer, the Python of the form takes longer than it saves."""
 
 
-def use_cpu_forms(model: paddle.nn.Layer) -> None:
-    """Give each Dropout and MultiHeadAttention of `model`, none of a subclass, its form."""
+def use_fast_dropout(model: paddle.nn.Layer) -> None:
+    """Give each Dropout of `model`, none of a subclass, the form for CPUs."""
     for layer in model.sublayers(include_self=True):
-        layer.__class__ = FORMS.get(type(layer), type(layer))
+        if type(layer) is paddle.nn.Dropout:
+            layer.__class__ = Dropout
 
 
 class Dropout(paddle.nn.Dropout):
@@ -42,45 +42,10 @@ class Dropout(paddle.nn.Dropout):
         return paddle.nn.Dropout.forward(self, input)
 
 
-class MultiHeadAttention(paddle.nn.MultiHeadAttention):
-    """Paddle's, with the mask expanded before it is added, and `dropout`."""
-
-    def forward(
-        self,
-        query: paddle.Tensor,
-        key: paddle.Tensor | None = None,
-        value: paddle.Tensor | None = None,
-        attn_mask: paddle.Tensor | None = None,
-        cache: Any = None,
-    ) -> Any:
-        """As Paddle's."""
-        if cache is not None or self.need_weights or not _is_on(query) or not _is_float(attn_mask):
-            forward = paddle.nn.MultiHeadAttention.forward  # to_static of 2.6 has no bare super()
-            return forward(self, query, key, value, attn_mask, cache)
-        q, k, v = self._prepare_qkv(
-            query, query if key is None else key, query if value is None else value, None
-        )
-        scores = paddle.matmul(q * (self.head_dim**-0.5), k, transpose_y=True)
-        if attn_mask is not None:
-            scores = add_mask(scores, attn_mask)
-        weights = F.softmax(scores)
-        if self.dropout and self.training:
-            weights = dropout(weights, self.dropout)
-        out = paddle.matmul(weights, v).transpose([0, 2, 1, 3])
-        return self.out_proj(out.reshape([0, 0, out.shape[2] * out.shape[3]]))
-
-
-FORMS = {
-    paddle.nn.Dropout: Dropout,
-    paddle.nn.MultiHeadAttention: MultiHeadAttention,
-}
-
-
 def dropout(x: paddle.Tensor, p: float) -> paddle.Tensor:
     """``F.dropout(x, p)`` in training, from one integer for each element.
 
-    Mask and state of the generator afterwards are Paddle's. With 2.6.2 one element in 10^10 or so
-    is not: its C++ library divides by nearly a power of two and does not take the first bits.
+    Mask and state of the generator afterwards are Paddle's.
     """
     bits, smallest = _kept_draws(float(p))
     if not bits or not _is_on(x):
@@ -88,11 +53,6 @@ def dropout(x: paddle.Tensor, p: float) -> paddle.Tensor:
     keep = paddle.randint(0, 2**bits, x.shape, dtype="int32") >= smallest
     share = float(np.float32(1) - np.float32(p))
     return _Masked.apply(x, keep, share, False)
-
-
-def add_mask(scores: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-    """``scores + mask``, of float32; a `mask` that needs a gradient is added as Paddle adds it."""
-    return scores + (mask.expand(scores.shape) if mask.stop_gradient else mask)
 
 
 @paddle.jit.not_to_static
@@ -103,11 +63,8 @@ def _is_on(x: paddle.Tensor) -> bool:
         and x.place.is_cpu_place()
         and x.size >= SMALLEST
         and amp_state() is OFF
+        and paddle_version() >= (3, 0, 0)
     )
-
-
-def _is_float(mask: paddle.Tensor | None) -> bool:
-    return mask is None or mask.dtype == paddle.float32
 
 
 @functools.cache
