@@ -1,31 +1,24 @@
-"""The side of `cpu_step` that is ours: the encoder with the form for CPUs and without.
+"""The side of `cpu_step` that is ours.
 
-Argument: the plan as JSON. It reads a line ``way form`` and prints the CPU seconds of one step.
+Argument: the plan as JSON. It reads a line ``way`` and prints the CPU seconds of one step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import paddle
-import paddle.nn.functional as F
 
 from paddle_recompute import ContrastiveLoss, GradCache, build_model, use_cpu_settings
-from paddle_recompute._paddle import cpu_dropout
 from paddle_recompute.app.config import ModelConfig
 
-FORMS = ("before", "dropout")
-"""With Paddle's own dropout, and with the form for CPUs."""
 
-
-def make_step(way: str, form: str, plan: dict[str, Any]) -> Callable[[], object]:
+def make_step(way: str, plan: dict[str, Any]) -> Callable[[], object]:
     """A training step of a fresh model."""
     paddle.seed(0)
     model = build_model(ModelConfig(preset="tiny", **plan["model"]), plan["words"])
@@ -35,15 +28,12 @@ def make_step(way: str, form: str, plan: dict[str, Any]) -> Callable[[], object]
     cache = GradCache(model, loss, chunk_tokens=plan["chunk_tokens"])
 
     def step() -> None:
-        with contextlib.ExitStack() as off:
-            if form == "before":
-                off.enter_context(mock.patch.object(cpu_dropout, "dropout", F.dropout))
-            if way == "plain":
-                loss(*map(model, sides)).backward()
-            else:
-                cache.backward(*sides)
-            optimizer.step()
-            optimizer.clear_grad()
+        if way == "plain":
+            loss(*map(model, sides)).backward()
+        else:
+            cache.backward(*sides)
+        optimizer.step()
+        optimizer.clear_grad()
 
     return step
 
@@ -51,11 +41,8 @@ def make_step(way: str, form: str, plan: dict[str, Any]) -> Callable[[], object]
 if __name__ == "__main__":
     use_cpu_settings()
     plan = json.loads(sys.argv[1])
-    steps = {
-        (way, form): make_step(way, form, plan) for way in ("plain", "cached") for form in FORMS
-    }
+    steps = {way: make_step(way, plan) for way in ("plain", "cached")}
     for line in sys.stdin:
-        way, form = line.split()
         start = time.process_time()
-        steps[way, form]()
+        steps[line.strip()]()
         print(time.process_time() - start, flush=True)

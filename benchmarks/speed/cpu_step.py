@@ -1,4 +1,4 @@
-"""The CPU time of a training step: ours with the dropout for CPUs and without, torch's beside.
+"""The CPU time of a training step: torch's beside.
 
 The encoder of fleet_configs/contrastive_ernie-tiny_2cpu.yaml, 256 pairs of up to 10 and 18 tokens
 of random lengths, AdamW, one thread, the same batch for all. The plain step keeps the graph of all
@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.record import ratios, table, write_record
-from benchmarks.speed._cpu_step_ours import FORMS
 from paddle_recompute import load_config
 from paddle_recompute._paddle.cpu_settings import SWITCH
 
@@ -100,23 +99,22 @@ def main() -> None:
         seconds: dict[str, list[float]] = {}
         for number in range(WARM_UP + args.rounds):
             for name, side in sides.items():
-                for form in ("",) if name == "torch" else FORMS:
-                    found = side.seconds(f"{way} {form}")
-                    if number >= WARM_UP:
-                        seconds.setdefault(f"{name}, {form}".rstrip(", "), []).append(found)
-        to_torch, to_before = (ratios(seconds, to) for to in ("torch", "ours, before"))
+                found = side.seconds(way)
+                if number >= WARM_UP:
+                    seconds.setdefault(name, []).append(found)
+        to_torch = ratios(seconds, "torch")
         rows = [
             (
                 name,
                 f"{min(values) * 1e3:.0f}",
-                *("{:.2f} ({:.2f} to {:.2f})".format(*of[name]) for of in (to_torch, to_before)),
+                "{:.2f} ({:.2f} to {:.2f})".format(*to_torch[name]),
             )
             for name, values in seconds.items()
         ]
         body += [
             f"## The {way} step",
             "",
-            *table(("step", "CPU ms, least", "of torch's", "of ours before"), rows),
+            *table(("step", "CPU ms, least", "of torch's"), rows),
             "",
         ]
     for side in sides.values():

@@ -21,7 +21,6 @@ import numpy as np
 import paddle
 from paddle.nn import Dropout, Embedding, LayerNorm, Linear
 
-from paddle_recompute._paddle.cpu_dropout import use_fast_dropout
 from paddle_recompute.app.config import ModelConfig, model_folder
 from paddle_recompute.app.encoder.decoder import HIDDEN_SCORE, Decoder
 from paddle_recompute.app.encoder.own import build_own
@@ -116,7 +115,6 @@ class ErnieEncoder(paddle.nn.Layer):
                 config.hidden_size, config.projection_size, weight_attr=_initial_weight(config)
             )
         self._is_tanh = config.projection_activation == "tanh"
-        use_fast_dropout(self)
 
     def forward(
         self,
