@@ -123,7 +123,7 @@ class Call:
                 stamps.append((leaf, _writes.stamp(leaf)))
             else:
                 opaque |= type(leaf) not in _PLAIN
-        # Parameters (only their stamps have an address) are not copied: record their flags.
+        # Parameters (the leaves with an address) reach `repeat` uncopied: record their flags.
         parameters = [leaf for leaf, stamp in stamps if stamp.address is not None]
         self._parameters = (parameters, [*map(flag_of, parameters)]) if parameters else None
         self._amp = amp_state()

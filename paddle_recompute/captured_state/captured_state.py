@@ -9,17 +9,17 @@ locations have their old content, afterwards the new one.
 **What is searched.** The function, its ``__self__``, its closure, its defaults, and the attributes
 and globals that it names; from there functions, partials, methods, lists, deques, tuples, sets,
 dicts and hooks; those attributes of plain objects, at any depth, that the code looks up by name
-(all attributes if it uses ``getattr``); Layers with their sublayers, parameters and attributes. The
-search ends after `MAX_OBJECTS` objects and skips containers of more than `MAX_CONTAINER_ITEMS`
-items, which hold data. Objects of libraries and of Python itself (locks, barriers, loggers) are
-skipped. A Layer that the search cannot find (behind an import inside the function, an attribute of
-a class, a weak reference) is added when the first forward calls it.
+(all attributes if code outside of Layers uses ``getattr``); Layers with their sublayers, parameters
+and attributes. The search ends after `MAX_OBJECTS` objects and skips containers of more than
+`MAX_CONTAINER_ITEMS` items, which hold data. Objects of libraries and of Python itself (locks,
+barriers, loggers) are skipped. A Layer that the search cannot find (behind an import inside the
+function, an attribute of a class, a weak reference) is added when the first forward calls it.
 
 **State that the forward itself changes.** Attributes and items that it assigns get their old value
 back, except numbers, text and containers of data, and except Layers and parameters that it builds
-where none was. Numbers are restored, too, if the forward rebinds a tensor or Layer of the same
-object or the Layer has buffers: they may be the length of a cache. So a cache (keys and values of
-attention) is filled a second time; a plain counter counts both forwards.
+where none was. An object's numbers are restored, too, if the forward rebinds a tensor or Layer of
+it, or if it is a Layer with buffers: they may be the length of a cache. So a cache (keys and values
+of attention) is filled a second time; a plain counter counts both forwards.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ MAX_OBJECTS = 2_000
 _LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None)})
 """Types of values that hold no other objects."""
 _STATISTICS_NAMES = frozenset({*STATISTICS, "_use_global_stats", "eval", "train", "training"})
-"""Names in code that reads the statistics of a BatchNorm, or may switch it to eval mode during a
-forward: its kernel reads them in eval mode.
+"""Names in code that may read the statistics of a BatchNorm, or switch it during a forward to eval
+mode, in which its kernel reads them.
 """
 _MODULES_WITHOUT_RNG = {"builtins", "math", "operator", "_operator", "functools"}
 """Modules whose functions draw no random numbers."""
@@ -105,7 +105,7 @@ def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
 
 
 def read_by(functions: tuple[Any, ...]) -> tuple[frozenset[str] | None, set[str], Snapshot]:
-    """Search the code that calls of `functions` reach, without Paddle's own.
+    """Search the code that runs when `functions` are called, without Paddle's own.
 
     Returns:
         The names of the attributes that the code looks up (None: any), its string constants, and
@@ -215,7 +215,7 @@ class _Search:
         self.names: set[str] = set(UNNAMED)
         # Code outside of Layers computes a name (``getattr``): visit all attributes of objects.
         self._any_name = False
-        # The Layer whose code or attribute is visited, and the one whose attribute is.
+        # The Layer being visited; the same, but None while its methods or hooks are visited.
         self._layer_of_code: paddle.nn.Layer | None = None
         self._layer_of_attribute: paddle.nn.Layer | None = None
         self._kinds: dict[type, Kind] = {}

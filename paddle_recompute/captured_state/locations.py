@@ -79,8 +79,9 @@ class Entries:
         A Layer or parameter is built if the name had none before, and if the object, or another one
         that is built in the same dict, is not in `found`.
 
-        Numbers are restored, too, if the forward has rebound a tensor or Layer of the same object
-        or the Layer has buffers: they may be the length of a cache, or say that it is filled.
+        Numbers are restored, too, if the forward has rebound a tensor or Layer of their object,
+        or that is a Layer with buffers: they may be the length of a cache, or say that it is
+        filled.
         """
         now = self.entries
         if changed := {name: _held_now(now, name) for name in self._changed() if name != FLAG}:

@@ -78,8 +78,8 @@ class RngSnapshot:
     **Threads.** Paddle, NumPy and Python have one global stream each for all threads. None of them
     records which thread has drawn. `problem` is set if another thread may have drawn from Paddle's
     streams during the call or its recomputation: a recomputed function ran at the same time, or a
-    stream ends in a state other than after the first forward. NumPy's and Python's streams are not
-    compared.
+    stream does not end in the state in which the first forward left it. NumPy's and Python's
+    streams are not compared.
     """
 
     __slots__ = (
@@ -153,7 +153,7 @@ class RngSnapshot:
         """After the call."""
         self._first_was_alone = self._end()
         generators, tracker, numpy, _ = self._start
-        # Of Paddle's streams, before the call and after it.
+        # Marks of Paddle's streams, before and after the call.
         then, now = self._marks = mark_of(generators), mark_of(generator_states())
         if self._may_seed:
             return

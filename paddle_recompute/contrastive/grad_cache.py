@@ -84,7 +84,7 @@ class GradCache:
     Effects of the encoder in Python (counters, hooks, logging) happen twice per chunk;
     ``is_recomputing()`` is true the second time. The device compares each row of the second forward
     with the first. If they differ, it sets the gradient of the encoder's last chunk, and so the
-    sum, to NaN in this call. The host raises in the first call, in every 64th and in
+    sum, to NaN in this call. The host raises only in the first call, in every 64th after it and in
     `check_repetition`, because reading the result makes it wait for the device. `TrainStep` skips
     the update of such a step.
 
@@ -103,27 +103,28 @@ class GradCache:
             one after the other; in a plain ``loss.backward()`` Paddle's engine alternates between
             the encoders' operators, so it holds a recomputed block of each at the same time.
         chunk_tokens: Instead of `chunk_size`: the most tokens of a chunk, padding included.
-            Rows are sorted by length. These are truncated to the longest row of the chunk: integer
-            and boolean tensors ``[batch, length]`` (ids, masks, token types), floating-point ones
-            with "mask" in their name, and masks of more axes, ``[batch, 1, 1, length]``. Less
-            padding is computed, which can save the time of the second forward. The encoder must not
-            depend on trailing padding. It should return one vector per row. Hidden states
-            ``[batch, length, dim]`` are concatenated too, padded with zeros, but all of them, and
-            their gradient if the loss uses them, stay in memory. Costs one copy of the inputs'
-            lengths to the host per step. An input without such tensors, as the images of CLIP, is
-            split into as many chunks as the texts; `chunk_size` sets its rows per chunk instead.
+            Rows are sorted by length. Tensors are truncated to the longest row of the chunk:
+            integer and boolean tensors ``[batch, length]`` (ids, masks, token types),
+            floating-point ones with "mask" in their name, and masks of more axes,
+            ``[batch, 1, 1, length]``. Less padding is computed, which can make up for the second
+            forward. The encoder must not depend on trailing padding. It should return one vector per row. Hidden
+            states ``[batch, length, dim]`` are concatenated too, padded with zeros, but all of
+            them, and their gradient if the loss uses them, stay in memory. Costs one copy of the
+            inputs' lengths to the host per step. An input without such tensors, as the images of
+            CLIP, is split into as many chunks as the texts; `chunk_size` sets its rows per chunk
+            instead.
         sync: Synchronizes the gradients of all ranks, once per step, while the backward of the last
             chunk runs. It must cover all trained parameters of the encoders and the loss. None:
             gradients are not synchronized.
         length_of: With `chunk_tokens`: ``length_of(input)`` returns the number of tokens of each
-            row, ``[batch]``, without trailing padding. None: lengths are read from the first of
-            these that exists, in which 0 is padding: attention_mask, input_mask, mask, input_ids,
-            token_ids, ids, tokens. token_type_ids, segment_ids, task_type_ids, position_ids,
-            special_tokens_mask and global_attention_mask are truncated to the same length. In a
-            tensor of the same width with any other name, columns that are not 0 count as tokens
-            too. If none of these names exists, as in a tuple, all tensors are read: a column is
-            padding if all are 0 there, and they must have the same width. The order of keys does
-            not matter.
+            row, ``[batch]``, without trailing padding. None: lengths are read from one tensor, in
+            which 0 is padding: the first that exists of attention_mask, input_mask, mask,
+            input_ids, token_ids, ids, tokens. token_type_ids, segment_ids, task_type_ids,
+            position_ids, special_tokens_mask and global_attention_mask are truncated to the same
+            length. In a tensor of the same width with any other name, columns that are not 0 count
+            as tokens too. If none of these names exists, as in a tuple, all tensors are read: a
+            column is padding if all are 0 there, and they must have the same width. The order of
+            keys does not matter.
 
     Raises:
         ConfigError: `chunk_size` or `chunk_tokens` is less than 1;
@@ -263,7 +264,7 @@ class GradCache:
     ) -> paddle.Tensor:
         """The loss that `backward` would return, in the same chunks, without any gradient.
 
-        Call ``eval()`` of the encoders before. Arguments and errors are those of `backward`.
+        Call ``eval()`` of the encoders before. Its arguments are those of `backward`.
         """
         encoders = self._chunked_encoders((query, positive, *negatives))
         embeddings = [encoder.encode([]) for encoder in encoders]
@@ -273,7 +274,7 @@ class GradCache:
         """Check that the second forwards returned the values of the first ones; waits for the
         device.
 
-        `backward` calls it in its first call and in every 64th.
+        `backward` calls it in its first call and in every 64th after it.
 
         Raises:
             RecomputeError: A second forward differs; the gradients of its call are NaN.
@@ -397,9 +398,9 @@ SecondForwards = list[tuple[ChunkedEncoder, int]]
 def _schedule(encoders: list[ChunkedEncoder]) -> tuple[SecondForwards, SecondForwards]:
     """The second forwards in order: before the synchronization, and while it runs.
 
-    The second list has the last chunk of every encoder. So each trained parameter gets its last
-    gradient in it, and as many gradients in it as in every other step, whatever the number of
-    chunks: `GradientSync` counts them to know when a parameter's gradient is complete.
+    The second list has the last chunk of every encoder. So there each trained parameter gets its
+    last gradient, and equally many gradients in every step, whatever the number of chunks:
+    `GradientSync` counts them to know when a parameter's gradient is complete.
     """
     tasks = [(chunked, chunk) for chunked in encoders for chunk in range(chunked.num_chunks)]
     final: SecondForwards = []

@@ -86,8 +86,8 @@ class ControlClient:
         self._own_failure = Failure(self.state, self._link)
         self.shutdown = Shutdown(self.state, self._link, self._own_failure, server)
         self.raise_in_caller: Callable[[BaseException], None] = lambda error: None
-        """Called with each error that ends a wait: where the wait is in an autograd hook,
-        ``backward()`` then raises the error itself.
+        """Called with each error that ends a wait. If an autograd hook waits, it makes
+        ``backward()`` raise this very error.
         """
         self.check_collectives: Callable[[], None] = lambda: None
         """Called by the thread in each tick."""
@@ -98,7 +98,7 @@ class ControlClient:
     def exchange(
         self, label: str, scope: Scope, value: Any = None, *, lane: str = "main", limit: int = 0
     ) -> list[RankValue]:
-        """Wait for all ranks of `scope`, and return the value of each.
+        """Wait for all ranks of `scope`, and return their different values.
 
         Costs one message to rank 0 and one back. Do not call it in each step: rank 0 serves all
         ranks.
@@ -107,9 +107,9 @@ class ControlClient:
             label: Name of the exchange; must be the same on all ranks.
             scope: The ranks.
             value: The value of this rank, as JSON can hold it.
-            lane: Name of a sequence of exchanges; ranks meet in its order. A background thread has
-                a lane of its own. The main thread uses one lane for all exchanges of the same
-                ranks, so that ranks at different calls are detected.
+            lane: Name of a sequence of exchanges, which all ranks make in the same order. A
+                background thread has a lane of its own. The main thread uses one lane for all
+                exchanges of the same ranks, so that ranks at different calls are detected.
             limit: How many different values are returned at most; the same on all ranks. 0: all.
 
         Returns:

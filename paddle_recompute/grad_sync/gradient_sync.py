@@ -80,9 +80,10 @@ class GradientSync:
     ) -> None:
         """Agree with the other ranks on what will be synchronized. Every rank must call this.
 
-        In the first step the ranks compare their values before it, bit by bit: parameters, frozen
-        ones too, and persistent buffers that are unchanged since construction. This computes a
-        digest of each tensor on its device, about 1 s per GB on a CPU. Later steps compare nothing.
+        In the first step the ranks compare, bit by bit, the values from before it: parameters,
+        frozen ones too, and persistent buffers that are unchanged since construction. This computes
+        a digest of each tensor on its device, about 1 s per GB on a CPU. Later steps compare
+        nothing.
 
         Args:
             parameters: A Layer, or the parameters in the same order on every rank, or a function
@@ -102,8 +103,8 @@ class GradientSync:
             group: The data-parallel ranks; None: all ranks. A rank outside of the group
                 synchronizes nothing, and its `mode` is ``"none"``. Rank 0 of the run must call this
                 even if it is outside, because the control server runs there.
-            find_unused_parameters: Parameters may have no gradient in some steps. The means are
-                the same without it; then a warning names the parameters.
+            find_unused_parameters: Do not warn if a parameter that had a gradient has none in a
+                later step. The means are the same either way.
             peer_timeout: Seconds without a sign of life after which a rank counts as dead.
             stall_timeout: Seconds to wait for a rank that is alive but late, for example while rank
                 0 evaluates or writes a checkpoint.
@@ -330,7 +331,7 @@ class GradientSync:
 
     @property
     def parameters(self) -> list[paddle.Tensor]:
-        """The parameters that the next step synchronizes, each once."""
+        """The trained parameters that the next step synchronizes, each once."""
         _, parameters = self._source()
         return list({id(p): p for p in parameters if not p.stop_gradient}.values())
 

@@ -10,7 +10,7 @@ its hooks are private, so it cannot nest, run a backward twice, detect a second 
 differs, or work on a CPU in 2.6.
 
 **Nesting.** The outer frame keeps the inputs of an inner frame. So an inner frame keeps nothing
-unless its outer frame is being recomputed.
+until its outer frame has been recomputed.
 
 **Ownership.** C++ graph -> handle -> frame -> inputs, and, after the second forward, handle ->
 tensor. A frame has weak references to its handles, so reference counting alone frees graph,
@@ -66,7 +66,7 @@ class FrameHandle(SavedHandle):
 
     frame: Frame
     is_spent: bool
-    """Whether the last backward of its operator has unpacked it."""
+    """Whether a backward without ``retain_graph`` has unpacked it."""
 
     def value(self, is_last: bool, same_object: bool = False) -> paddle.Tensor:
         """The tensor, from a second forward of the frame."""
@@ -78,7 +78,7 @@ class FrameHandle(SavedHandle):
                 # If it raised, drop the frame: Paddle leaks the argument of a hook that raises.
                 if frame.is_released and not frame._failed_name:
                     self.frame = _RELEASED
-        # Not the last time: the graph (2.6, 3.x) holds the memory, so the handle may, too.
+        # Not the last unpack: the graph still holds the memory (2.6, 3.x), so the handle may, too.
         value = self.take(is_last, same_object)
         if is_last and not frame.is_released:
             if not self.is_spent:
@@ -136,8 +136,8 @@ class Frame:
         """The name of the call if its first forward raised, else ""."""
         self.is_release_scheduled = False
         self.num_awaited = 0
-        """The number of handles in the graph that the latest second forward filled and that no last
-        backward has unpacked.
+        """How many handles in the graph have a tensor from the latest second forward that is still
+        to be unpacked for the last time.
         """
 
     def record(self, storage: InputStorage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -248,8 +248,8 @@ class Frame:
             raise
 
     def release_after_backward(self) -> None:
-        """Release the inputs once all handles are unpacked for the last time, before the backward
-        goes on to earlier blocks; at the latest at its end, even if an output is still referenced.
+        """Release the inputs once no handle awaits its last unpack, before the backward goes on to
+        earlier blocks; at the latest when the backward ends, even if an output is referenced.
         """
         if not self.is_release_scheduled:
             self.is_release_scheduled = True

@@ -130,8 +130,8 @@ class Recomputation:
         """Compare the two forwards, and hand the tensors to the handles.
 
         Raises:
-            RecomputeError: They saved different tensors, and the check is on or a handle would get
-                no tensor; or the second one calls `keep` less often.
+            RecomputeError: A handle would get no tensor, or one of another shape or dtype; the
+                check is on and there is any other difference; or `keep` is called less often.
         """
         tensors, num_saved = self._recomputed, len(self._handles)
         if self.has_ended:
@@ -143,7 +143,7 @@ class Recomputation:
             )
         if not self._checks_each_tensor and metadata_lists_of(tensors) != self._first_metadata:
             for index in range(min(len(tensors), num_saved)):
-                # The handle of a tensor that was changed in place since raises when it is unpacked.
+                # If a tensor was changed in place since, its handle raises when it is unpacked.
                 if version_of(tensors[index]) == self._versions[index]:
                     self._compare_metadata(index, tensors[index])
         if len(tensors) != num_saved:

@@ -83,7 +83,7 @@ def recompute(
     """Call ``function(*args, **kwargs)``; keep its inputs for the backward, not its activations.
 
     The backward runs `function` a second time and uses the activations of that second forward. This
-    costs one extra forward in total, even if it runs several times (``retain_graph=True``).
+    costs one extra forward in total, even if the backward runs several times (``retain_graph``).
     Outputs, gradients, RNG state and buffers are bitwise identical to those of the plain call.
     Replaces ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
 
@@ -143,8 +143,9 @@ def recompute(
         - arguments that are neither tensors nor containers, between the forwards;
         - captured tensors, by the function itself, in place;
         - attributes of classes and of a plain ``threading.local()``;
-        - tensors by ``Tensor.exponential_``, and past Paddle's Python API (``get_tensor()``,
-          DLPack, collectives, custom operators); large plain tensors by ``functional.batch_norm``.
+        - tensors by ``Tensor.exponential_``, or by code outside of Paddle's Python API
+          (``get_tensor()``, DLPack, collectives, custom operators); large tensors that are neither
+          parameters nor buffers, by ``functional.batch_norm``.
 
         Side effects, such as logging, happen in both forwards; `is_recomputing` is true in the
         second.
@@ -254,8 +255,8 @@ def refuse_unknown_options(function: Callable[..., Any], kwargs: dict[str, Any])
     call = function.forward if isinstance(function, paddle.nn.Layer) else function
     for name in sorted(unknown.difference(inspect.signature(call).parameters)):
         raise ConfigError(
-            f"recompute: {name} is an option of the recompute of this Paddle, which "
-            "paddle_recompute does not have, and the function has no parameter of this name. "
+            f"recompute: {name} is an option of Paddle's own recompute that paddle_recompute does "
+            "not have, and the function has no parameter of this name. "
             "Remove it, or use Paddle's own recompute (without patch_fleet)"
         )
 
@@ -280,7 +281,7 @@ def run_recomputed(
     name: str = "",
     mark: Mark = NO_SEGMENT,
 ) -> Any:
-    """`recompute` with its options in one object, so `kwargs` may have a keyword of the same name.
+    """`recompute` with its options in one object, so `kwargs` may use the names of options.
 
     Args:
         function: The function to call.
@@ -321,10 +322,10 @@ def run_recomputed(
             return run_inside_recomputation(call, storage, args, kwargs)
         if mark.segment:
             raise ConfigError(
-                f"recompute.policy: segments joins {call.name} with its neighbours, which a "
-                "Program can (mode: static, compile_model) and dygraph cannot. Set policy: all or "
-                "every_n, or list larger sublayers in recompute.checkpoints: a Sequential of "
-                "several blocks is recomputed as one"
+                f"recompute.policy: segments would recompute {call.name} together with its "
+                "neighbours, which only a Program can (mode: static, compile_model). Set policy: "
+                "all or every_n, or list larger sublayers in recompute.checkpoints: a Sequential "
+                "of several blocks is recomputed as one"
             )
         frame = DebuggedFrame(call) if options.debug or DEBUG_FROM_ENVIRONMENT else Frame(call)
         return frame.record(storage, args, kwargs)

@@ -149,15 +149,15 @@ class TrainStep:
                 batches itself; give ``num_examples=lambda micro_batch: 1`` with such a loss. This
                 is the default for a loss of `grad_cache` of that kind.
             loss: The Layer of the loss, if it has parameters of its own (a learnable temperature):
-                `state_dict` names them after it. The loss of `grad_cache` need not be given.
+                `state_dict` names them ``loss/...``. The loss of `grad_cache` need not be given.
             broadcast_parameters: See `GradientSync`. Do not give it together with a `GradientSync`
                 in `sync`, which has its own.
 
         Raises:
             ConfigError: `accumulate_steps` or `clip_grad_norm` is not positive, neither or both of
-                `loss_fn` and `grad_cache` are given, `sync` is not a mode or is not over all that
-                is trained, gradients are kept in ``main_grad``, or `amp` cannot be honoured on
-                this device.
+                `loss_fn` and `grad_cache` are given, `sync` is an unknown mode or leaves out a
+                trained parameter, gradients are kept in ``main_grad``, or `amp` cannot be honoured
+                on this device.
             SyncError: The ranks' parameters differ.
         """
         check_options(accumulate_steps, clip_grad_norm, loss_fn, grad_cache, optimizer)
@@ -216,8 +216,8 @@ class TrainStep:
             DivergenceError: Loss or gradient is not finite; with a loss scale only if that holds
                 for many steps in a row, or if the scale cannot go lower. The parameters are
                 unchanged. If the step copies nothing to the host, the error is raised when the
-                result is read, in `state_dict`, or 64 steps later; neither this step nor later ones
-                have changed the parameters then.
+                result is read, in `state_dict`, or at most 64 steps later; neither this step nor
+                later ones have changed the parameters then.
             RecomputeError: A second forward of `grad_cache` differs from the first; raised at the
                 same time as `DivergenceError`.
         """
@@ -374,8 +374,8 @@ class TrainStep:
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`, before the first step of the optimizer.
 
-        At level O2 the parameters are cast already. Parts that `state` lacks start anew; its loss
-        scaler is ignored if the loss is not scaled.
+        At level O2 the constructor has cast the parameters. Parts that `state` lacks start anew;
+        its loss scaler is ignored if the loss is not scaled.
 
         Raises:
             CheckpointError: `state` is of another model, or lacks moments of a parameter.

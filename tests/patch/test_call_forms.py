@@ -148,7 +148,7 @@ def test_each_form_has_the_bits_of_the_plain_call(door: str, form: Form, version
     with patch_fleet():
         if form.refused_on == version:
             with pytest.raises(
-                ConfigError, match="tomorrow is an option of the recompute of this Paddle"
+                ConfigError, match="tomorrow is an option of Paddle's own recompute"
             ):
                 result(DOORS[door], form)
             return
