@@ -38,6 +38,11 @@ class Location(Protocol):
     def after_forward(self, found: Found) -> None:
         """Accept changes of the first forward that are not restored."""
 
+    def exchanges_member(self, found: Found) -> bool:
+        """Whether the first forward has changed which Layer or parameter is here, in a way that is
+        restored. To be called before `after_forward`.
+        """
+
     def is_unchanged(self) -> bool:
         """Whether the content is the recorded one, except for accepted changes."""
 
@@ -84,20 +89,37 @@ class Entries:
         filled.
         """
         now = self.entries
-        if changed := {name: _held_now(now, name) for name in self._changed() if name != FLAG}:
+        if changed := self._changed_values():
             self._left = self._left | self._accepted(changed, found)
         self._size = len(now) if self._size == len(now) else -1
 
-    def _accepted(self, changed: dict[str, Any], found: Found) -> set[str]:
-        """Which of the names in `changed`, with their new values, are not restored."""
+    def exchanges_member(self, found: Found) -> bool:
+        """See `Location`."""
+        changed = self._changed_values()
+        built = self._built(changed, found) if changed else ()
+        return any(
+            is_member(value) or is_member(self._before.get(name))
+            for name, value in changed.items()
+            if name not in built
+        )
+
+    def _changed_values(self) -> dict[str, Any]:
+        now = self.entries
+        return {name: _held_now(now, name) for name in self._changed() if name != FLAG}
+
+    def _built(self, changed: dict[str, Any], found: Found) -> set[str]:
+        """Which of the names in `changed` have a Layer or parameter that the forward has built."""
         before = self._before
         built = {
             name
             for name, value in changed.items()
             if is_member(value) and not is_member(before.get(name))
         }
-        if built and {id(changed[name]) for name in built} <= found():
-            built = set()
+        return set() if {id(changed[name]) for name in built} <= found() else built
+
+    def _accepted(self, changed: dict[str, Any], found: Found) -> set[str]:
+        """Which of the names in `changed`, with their new values, are not restored."""
+        before, built = self._before, self._built(changed, found)
         is_cache = self.is_state or any(
             isinstance(value, paddle.Tensor) or (not built and is_member(value))
             for name, value in changed.items()
@@ -198,12 +220,19 @@ class Items:
         if self.is_unchanged():
             return
         now = items_of(self._container)
-        old, new = ({id(i) for i in items if is_member(i)} for items in (self._before, now))
+        old, new = _members(self._before), _members(now)
         self._is_own = all(map(_is_data, (*self._before, *now))) or (
             old < new and not new - old <= found()
         )
         if self._is_own:
             self._before = []
+
+    def exchanges_member(self, found: Found) -> bool:
+        """See `Location`."""
+        if self.is_unchanged():
+            return False
+        old, new = _members(self._before), _members(items_of(self._container))
+        return old != new and not (old < new and not new - old <= found())
 
     def restore(self) -> Callable[[], None] | None:
         """See `Location`."""
@@ -219,6 +248,11 @@ class Items:
         return self._is_own or (
             len(now) == len(self._before) and all(map(is_same, self._before, now))
         )
+
+
+def _members(items: list[Any]) -> set[int]:
+    """The ids of the Layers and parameters among `items`."""
+    return {id(item) for item in items if is_member(item)}
 
 
 def items_of(container: Container) -> list[Any]:

@@ -107,12 +107,12 @@ class GradCache:
             integer and boolean tensors ``[batch, length]`` (ids, masks, token types),
             floating-point ones with "mask" in their name, and masks of more axes,
             ``[batch, 1, 1, length]``. Less padding is computed, which can make up for the second
-            forward. The encoder must not depend on trailing padding. It should return one vector per row. Hidden
-            states ``[batch, length, dim]`` are concatenated too, padded with zeros, but all of
-            them, and their gradient if the loss uses them, stay in memory. Costs one copy of the
-            inputs' lengths to the host per step. An input without such tensors, as the images of
-            CLIP, is split into as many chunks as the texts; `chunk_size` sets its rows per chunk
-            instead.
+            forward. The encoder must not depend on trailing padding. It should return one vector
+            per row. Hidden states ``[batch, length, dim]`` are concatenated too, padded with zeros,
+            but all of them, and their gradient if the loss uses them, stay in memory. Costs one
+            copy of the inputs' lengths to the host per step. An input without such tensors, as the
+            images of CLIP, is split into as many chunks as the texts; `chunk_size` sets its rows
+            per chunk instead.
         sync: Synchronizes the gradients of all ranks, once per step, while the backward of the last
             chunk runs. It must cover all trained parameters of the encoders and the loss. None:
             gradients are not synchronized.

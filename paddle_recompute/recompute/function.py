@@ -138,8 +138,8 @@ def recompute(
 
         Also not detected are changes of:
 
-        - Python numbers, and lists and dicts of data, by the function itself: a counter counts both
-          forwards. Numbers of a Layer with buffers are restored;
+        - Python numbers, sets, and lists and dicts of data, by the function itself: a counter
+          counts both forwards. Numbers of a Layer with buffers are restored;
         - arguments that are neither tensors nor containers, between the forwards;
         - captured tensors, by the function itself, in place;
         - attributes of classes and of a plain ``threading.local()``;

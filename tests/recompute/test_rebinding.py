@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import collections
+import types
 from collections.abc import Callable
 from typing import Any
 
 import paddle
+import pytest
 
+from paddle_recompute import recompute
+from tests.bits import assert_same_bits
 from tests.recompute.contract import Run, Seen, case, leaf
 
 Get = Callable[[], Any]
@@ -213,3 +217,61 @@ def test_building_with_a_flag(run: Run, kind: str, owner: str, is_tied: bool) ->
     y = run(function, x * 2)
     y.sum().backward()
     return {"y": y, "x": x, "old": old, "made": made, "is kept": holder.held is made[0]}
+
+
+class Swapped(paddle.nn.Layer):
+    """Replaces its first Layer, or that one's weight, once; a flag of its own says so."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.first, self.second = paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 4)
+        self.what, self.is_done = what, False
+
+    def replace(self) -> None:
+        if self.what == "Layer":
+            self.first = self.second
+        elif self.what == "built Layer":
+            self.first = paddle.nn.Linear(4, 4)
+        else:
+            self.first.weight = self.second.weight
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        if not self.is_done:
+            self.replace()
+            self.is_done = True
+        return self.first(x).tanh() + self.second(x)
+
+
+class Outer(paddle.nn.Layer):
+    """Has the flag of the `Swapped` below it, as an attribute or in a plain object."""
+
+    def __init__(self, what: str, holder: Any) -> None:
+        super().__init__()
+        self.inner, self.object, self.is_done = Swapped(what), holder, False
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        holder = self if self.object is None else self.object
+        if not holder.is_done:
+            self.inner.replace()
+            holder.is_done = True
+        return self.inner.first(x).tanh() + self.inner.second(x)
+
+
+@pytest.mark.parametrize("what", ["Layer", "built Layer", "parameter"])
+@pytest.mark.parametrize("flag", ["its own", "of an outer Layer", "of an object"])
+def test_a_flag_says_that_a_member_is_replaced(what: str, flag: str) -> None:
+    found = []
+    for is_recomputed in (False, True):
+        paddle.seed(3)
+        holder = types.SimpleNamespace(is_done=False) if flag == "of an object" else None
+        model = Swapped(what) if flag == "its own" else Outer(what, holder)
+        gradients = []
+        for _ in range(2):
+            x = paddle.ones([2, 4])
+            x.stop_gradient = False
+            loss = (recompute(model, x) if is_recomputed else model(x)).square().sum()
+            loss.backward()
+            of = [x, *model.parameters()]
+            gradients += [one.grad.numpy() for one in of if one.grad is not None]
+        found.append(gradients)
+    assert_same_bits(*found)

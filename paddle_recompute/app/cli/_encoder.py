@@ -374,18 +374,23 @@ def export(
     )
 
     encoder = load_encoder(folder, truncate_dim=truncate_dim)
-    for place, part in _parts(encoder, output).items():
+    parts = _parts(encoder, output)
+    for path, part in parts.items():
         if is_program:
-            (write_onnx if file_format == "onnx" else write_inference)(part, place)
+            (write_onnx if file_format == "onnx" else write_inference)(part, path)
         else:
-            write_weights(part, place)
+            write_weights(part, path)
+    paths = [*map(str, parts)]
+    where, written = ", ".join(paths), paths if len(paths) > 1 else output
     if is_program:
-        words = f"a program of {encoder.folder}, with its tokenizer: {output}"
-        tell_written(output, words, as_json, checkpoint=str(encoder.folder))
+        words = f"a program of {encoder.folder}, with its tokenizer: {where}"
+        tell_written(written, words, as_json, checkpoint=str(encoder.folder))
         return
     count = len(encoder.model.state_dict())
-    words = f"{count} tensors of {encoder.folder}, with tokenizer and config.json: {output}"
-    tell_written(output, words, as_json, checkpoint=str(encoder.folder), tensors=count)
+    words = (
+        f"{count} tensors of {encoder.folder}, with tokenizer and config.json: {', '.join(paths)}"
+    )
+    tell_written(written, words, as_json, checkpoint=str(encoder.folder), tensors=count)
 
 
 @command(

@@ -150,5 +150,9 @@ def words_apart(as_json: bool) -> AbstractContextManager[Any]:
 
 
 def tell_written(path: object, words: str, as_json: bool, **figures: object) -> None:
-    """Print that `path` is written: `words`, or an object with ``written`` and `figures`."""
-    click.echo(json.dumps({"written": str(path), **figures}) if as_json else words)
+    """Print that `path` is written: `words`, or an object with ``written`` and `figures`.
+
+    `path` may be a list of paths.
+    """
+    written = path if isinstance(path, list) else str(path)
+    click.echo(json.dumps({"written": written, **figures}) if as_json else words)

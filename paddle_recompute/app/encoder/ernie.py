@@ -218,6 +218,7 @@ class Embeddings(paddle.nn.Layer):
         old = self.word.weight
         self.word = self._words(rows, old.shape[1])
         self.word.weight.set_value(paddle.concat([old, self.word.weight[len(old) :]]))
+        self.word.weight.stop_gradient = old.stop_gradient  # in an encoder that is frozen
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import paddle.nn.functional as F
 import pytest
 from pydantic import ValidationError
 
-from paddle_recompute.app.config import Config
+from paddle_recompute.app.config import Config, ModelConfig
 from paddle_recompute.app.data.prepare import check_vocabulary
-from paddle_recompute.app.encoder import TwoTowers, build_model
+from paddle_recompute.app.encoder import ErnieEncoder, TwoTowers, build_model
 from paddle_recompute.app.retrieval import encode_texts, load_encoder
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.errors import ConfigError
@@ -90,7 +91,13 @@ def test_a_run_is_resumed_exactly_evaluated_and_exported(folder: Path) -> None:
     trained = load_encoder(folder / "run")
     assert isinstance(trained.model, TwoTowers)
     file = folder / "out" / "m.safetensors"
-    command("export", "--model", folder / "run", "--format", "safetensors", "--output", file)
+    options = ("--format", "safetensors", "--output", file, "--json")
+    told = command("export", "--model", folder / "run", *options).output.splitlines()[-1]
+    written = json.loads(told)["written"]
+    assert [*map(Path, written)] == [
+        file.parent / side / file.name for side in ("query", "document")
+    ]
+    assert all(Path(path).is_file() for path in written)
     command("convert", "--to", "huggingface", folder / "run", folder / "hf")
     ids = paddle.to_tensor(trained.tokenizer.encode(TEXTS, 10))
     for side, encoder in (("query", trained.model.query), ("document", trained.model.positive)):
@@ -116,6 +123,16 @@ def test_a_run_is_resumed_exactly_evaluated_and_exported(folder: Path) -> None:
     last = weights_of(folder / "next")
     changed = {name for name, one in weights.items() if not np.array_equal(one, last[name])}
     assert changed and all(name.startswith("positive.") for name in changed)
+
+
+def test_a_frozen_encoder_with_more_rows_stays_frozen() -> None:
+    config = ModelConfig(preset="tiny", hidden_size=8, num_layers=1, num_heads=2)
+    encoders = [ErnieEncoder(config, 10) for _ in range(2)]
+    model = TwoTowers(*encoders, frozen="positive")
+    for encoder in encoders:
+        encoder.embeddings.resize(12)
+    trained = {id(p) for p in model.parameters() if not p.stop_gradient}
+    assert trained == {*map(id, model.query.parameters())}
 
 
 def train_on_ranks(folder: str) -> None:
