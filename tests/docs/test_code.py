@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def test_python_runs(
     monkeypatch.chdir(ROOT)
     if "outputs/run" in code:
         make_run(tmp_path / "outputs")
+        shutil.copytree(tmp_path / "outputs/run/checkpoint", tmp_path / "outputs/run/best")
         monkeypatch.chdir(tmp_path)
     paddle.seed(0)
     if re.search(r"\b(estimate|plan)\(", code) and not can_reset_peak():
