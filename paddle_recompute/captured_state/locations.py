@@ -38,10 +38,8 @@ class Location(Protocol):
     def after_forward(self, found: Found) -> None:
         """Accept changes of the first forward that are not restored."""
 
-    def exchanges_member(self, found: Found) -> bool:
-        """Whether the first forward has changed which Layer or parameter is here, in a way that is
-        restored. To be called before `after_forward`.
-        """
+    def exchanges_member(self) -> bool:
+        """Whether a Layer or parameter will be restored here. Call `after_forward` before."""
 
     def is_unchanged(self) -> bool:
         """Whether the content is the recorded one, except for accepted changes."""
@@ -84,50 +82,49 @@ class Entries:
         A Layer or parameter is built if the name had none before, and if the object, or another one
         that is built in the same dict, is not in `found`.
 
-        Numbers are restored, too, if the forward has rebound a tensor or Layer of their object,
-        or that is a Layer with buffers: they may be the length of a cache, or say that it is
-        filled.
+        Numbers are restored, too, if the forward has rebound a tensor of their object, or that is a
+        Layer with buffers: they may be the length of a cache, or say that it is filled. See also
+        `restore_numbers`.
         """
         now = self.entries
-        if changed := self._changed_values():
+        if changed := {name: _held_now(now, name) for name in self._changed() if name != FLAG}:
             self._left = self._left | self._accepted(changed, found)
         self._size = len(now) if self._size == len(now) else -1
 
-    def exchanges_member(self, found: Found) -> bool:
-        """See `Location`."""
-        changed = self._changed_values()
-        built = self._built(changed, found) if changed else ()
-        return any(
-            is_member(value) or is_member(self._before.get(name))
-            for name, value in changed.items()
-            if name not in built
-        )
-
-    def _changed_values(self) -> dict[str, Any]:
-        now = self.entries
-        return {name: _held_now(now, name) for name in self._changed() if name != FLAG}
-
-    def _built(self, changed: dict[str, Any], found: Found) -> set[str]:
-        """Which of the names in `changed` have a Layer or parameter that the forward has built."""
+    def _accepted(self, changed: dict[str, Any], found: Found) -> set[str]:
+        """Which of the names in `changed`, with their new values, are not restored."""
         before = self._before
         built = {
             name
             for name, value in changed.items()
             if is_member(value) and not is_member(before.get(name))
         }
-        return set() if {id(changed[name]) for name in built} <= found() else built
-
-    def _accepted(self, changed: dict[str, Any], found: Found) -> set[str]:
-        """Which of the names in `changed`, with their new values, are not restored."""
-        before, built = self._before, self._built(changed, found)
-        is_cache = self.is_state or any(
-            isinstance(value, paddle.Tensor) or (not built and is_member(value))
-            for name, value in changed.items()
-            if name not in built
-        )
-        if is_cache:
+        if {id(changed[name]) for name in built} <= found():
+            built = set()
+        if self.is_state or any(
+            isinstance(value, paddle.Tensor) for name, value in changed.items() if name not in built
+        ):
             return built
-        return built | {name for name in changed if isinstance(before.get(name), _NUMBERS)}
+        return built | {
+            name
+            for name, value in changed.items()
+            if isinstance(before.get(name), _NUMBERS) and not is_member(value)
+        }
+
+    def exchanges_member(self) -> bool:
+        """See `Location`."""
+        before, now = self._before, self.entries
+        return any(
+            is_member(before.get(name)) or is_member(_held_now(now, name))
+            for name in self._changed()
+        )
+
+    def restore_numbers(self) -> None:
+        """Restore numbers, too: the forward has exchanged a Layer or parameter somewhere, and one
+        of them may say that this is done.
+        """
+        self.is_state = True
+        self._left = {name for name in self._left if is_member(_held_now(self.entries, name))}
 
     def restore(self) -> Callable[[], None] | None:
         """See `Location`."""
@@ -227,12 +224,10 @@ class Items:
         if self._is_own:
             self._before = []
 
-    def exchanges_member(self, found: Found) -> bool:
+    def exchanges_member(self) -> bool:
         """See `Location`."""
-        if self.is_unchanged():
-            return False
-        old, new = _members(self._before), _members(items_of(self._container))
-        return old != new and not (old < new and not new - old <= found())
+        now = items_of(self._container)
+        return not self.is_unchanged() and _members(self._before) != _members(now)
 
     def restore(self) -> Callable[[], None] | None:
         """See `Location`."""

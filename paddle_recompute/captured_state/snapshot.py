@@ -218,11 +218,9 @@ class Snapshot:
             `is_unchanged`, after that.
         """
         self._set_states(self.locations)
-        changed = self._changed()
-        self._restore_numbers_of_exchanges([*self.locations, *changed.values()], found)
         for location in self.locations:
             location.after_forward(found)
-        if changed:
+        if changed := self._changed():
             held = self._held()
             for number, location in reversed(changed.items()):
                 location.after_forward(found)
@@ -232,29 +230,24 @@ class Snapshot:
             self._content = [*_flat(held)]
         if not self._has_same_members():
             self._accept_built_members(found())
-            return self.is_unchanged()
-        return all(location.is_unchanged() for location in self.locations)
-
-    def _restore_numbers_of_exchanges(self, locations: list[Location], found: Found) -> None:
-        """Restore all numbers if a Layer or parameter that is restored was exchanged: one of them
-        may be the flag that says so.
-        """
-        if self._exchanges_members_of_layers(found) or any(
-            location.exchanges_member(found) for location in locations
+        elif all(location.is_unchanged() for location in self.locations):
+            return True
+        if self._has_exchanged_members() or any(
+            location.exchanges_member() for location in self.locations
         ):
-            for location in locations:
+            for location in self.locations:
                 if isinstance(location, Entries):
-                    location.is_state = True
+                    location.restore_numbers()
+        return self.is_unchanged()
 
-    def _exchanges_members_of_layers(self, found: Found) -> bool:
-        if self._has_same_members():
-            return False
-        before, builders = self._members_before(), self._builders(found())
+    def _has_exchanged_members(self) -> bool:
+        """Whether a sublayer or parameter of a Layer is to be restored."""
         return any(
             old.get(name) is not now.get(name)
-            and (old.get(name) is not None or number not in builders)
-            for number, layer in enumerate(self.layers)
-            for old, now in zip(before[4 * number :][:2], _members_of(layer.__dict__), strict=False)
+            for number, (old, now) in enumerate(
+                zip(self._members_before(), self._member_dicts(), strict=True)
+            )
+            if number % 4 < 2
             for name in old.keys() | now.keys()
         )
 
