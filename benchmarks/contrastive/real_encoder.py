@@ -24,14 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.record import table, write_record
+from benchmarks.harness.record import table, torch_python, write_record
 from paddle_recompute.app.config import default_cache_dir
 from paddle_recompute.app.data.split import shuffling_key
 from paddle_recompute.app.retrieval import encode_texts, load_encoder, retrieval_metrics
 
 PAIRS, HELD_OUT, BATCH, EPOCHS, RATE = 3072, 1000, 64, 2, 5e-5
 ALIKE = 1e-6
-TORCH = Path(__file__).parents[2] / ".venv-torch" / "bin" / "python"
 THEIRS = Path(__file__).with_name("_real_encoder_theirs.py")
 
 
@@ -107,7 +106,7 @@ def main() -> None:
         (folder / f"{name}.tsv").write_text(lines, encoding="utf-8")
     sides = [list(side) for side in zip(*pairs[PAIRS:], strict=True)]
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    python = os.environ.get("TORCH_PYTHON", str(TORCH))
+    python = torch_python()
 
     def theirs(*arguments: str | Path) -> Any:
         plan = json.dumps({"batch": BATCH, "epochs": EPOCHS, "rate": RATE})

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.contrastive._libreoffice import mine_libreoffice, read_mined, split_by_page
 from benchmarks.contrastive._side_by_side_programs import Plan
-from benchmarks.harness.record import table, write_record
+from benchmarks.harness.record import table, torch_python, write_record
 from paddle_recompute.app.config import default_cache_dir
 from paddle_recompute.app.data import train_tokenizer
 from paddle_recompute.app.retrieval import retrieval_metrics
@@ -33,7 +33,6 @@ from paddle_recompute.app.retrieval import retrieval_metrics
 PAIRS, HELD_OUT, VOCABULARY = 20_000, 1000, 4000
 MAX_CHARACTERS, MAX_WORDS = 32, 20
 METRICS = ("ndcg@10", "recall@10")
-TORCH = Path(__file__).parents[2] / ".venv-torch" / "bin" / "python"
 PROGRAMS = {"theirs": "_search_sentence_transformers", "ours": "_search_ours"}
 CALLED = {"theirs": "sentence-transformers", "ours": "paddle_recompute"}
 
@@ -106,7 +105,7 @@ def main() -> None:
     cache = default_cache_dir().expanduser().resolve() / "retrieval_vs_sentence_transformers"
     cache.mkdir(parents=True, exist_ok=True)
     plan = prepare(cache, options.steps, options.seeds)
-    python = {"theirs": os.environ.get("TORCH_PYTHON", str(TORCH)), "ours": sys.executable}
+    python = {"theirs": torch_python(), "ours": sys.executable}
     # At the same time, one thread each: whatever else the machine does, it does to both.
     started = {
         name: subprocess.Popen(

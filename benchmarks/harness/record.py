@@ -14,7 +14,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def paired_seconds(
@@ -49,17 +50,38 @@ def ratios(seconds: dict[str, list[float]], to: str) -> dict[str, tuple[float, f
     return result
 
 
-def in_own_process(module: str, *arguments: str) -> Any:
-    """The JSON that ``python -m module arguments...`` prints as its last line."""
+def in_own_process(
+    module: str,
+    *arguments: str,
+    python: str = sys.executable,
+    timeout: float | None = None,
+    **environment: str,
+) -> Any:
+    """The JSON that ``python -m module arguments...`` prints as its last line.
+
+    `timeout` is in seconds; `environment` is beside that of this process.
+    """
     run = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [python, "-m", module, *arguments],
         capture_output=True,
         text=True,
-        cwd=RESULTS.parent.parent,
+        cwd=ROOT,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": path_with_root(), **environment},
     )
     if run.returncode != 0:
         raise SystemExit(f"{module} {' '.join(arguments)} failed:\n{run.stderr[-3000:]}")
     return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def torch_python() -> str:
+    """The interpreter with torch: ``TORCH_PYTHON``, or that of ``make venv-torch``."""
+    return os.environ.get("TORCH_PYTHON", str(ROOT / ".venv-torch" / "bin" / "python"))
+
+
+def path_with_root() -> str:
+    """``PYTHONPATH`` of a child that imports this checkout."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 def environment() -> dict[str, str]:

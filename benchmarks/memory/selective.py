@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import RESULTS, hardware_tag, paired_seconds, ratios, table
+from benchmarks.harness.record import (
+    RESULTS,
+    hardware_tag,
+    in_own_process,
+    paired_seconds,
+    ratios,
+    table,
+    torch_python,
+)
 from benchmarks.harness.record import write_record as write_file
 
-ROOT = Path(__file__).parents[2]
-TORCH = ROOT / ".venv-torch" / "bin" / "python"
 LAYERS, HIDDEN, HEADS, BATCH, LENGTH = 6, 256, 4, 4, 256
 # What is kept of a block: sublayers and methods by name; None: nothing is recomputed.
 VARIANTS: dict[str, tuple[str, ...] | None] = {
@@ -143,20 +147,6 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def ask(python: str, module: str, rounds: int) -> dict[str, Any]:
-    """What a side measures, in a process of its own with one thread."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    run = subprocess.run(
-        [python, "-m", module, "--side", "--rounds", str(rounds)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
-    return dict(json.loads(run.stdout.strip().splitlines()[-1]))
-
-
 def main() -> None:
     """Ask both sides, and write the record and its picture."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -169,10 +159,14 @@ def main() -> None:
         use_cpu_settings()
         print(json.dumps(measure(make_paddle, options.rounds)))
         return
-    torch = os.environ.get("TORCH_PYTHON", str(TORCH))
+    arguments = ("--side", "--rounds", str(options.rounds))
+    modules = {
+        "paddle_recompute": (sys.executable, "benchmarks.memory.selective"),
+        "torch": (torch_python(), "benchmarks.memory._selective_torch"),
+    }
     found = {
-        "paddle_recompute": ask(sys.executable, "benchmarks.memory.selective", options.rounds),
-        "torch": ask(torch, "benchmarks.memory._selective_torch", options.rounds),
+        side: in_own_process(module, *arguments, python=python, OMP_NUM_THREADS="1")
+        for side, (python, module) in modules.items()
     }
     rows = []
     for side, one in found.items():

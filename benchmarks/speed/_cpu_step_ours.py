@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import paddle
 
+from benchmarks.harness.step_process import serve_steps
 from paddle_recompute import ContrastiveLoss, GradCache, build_model, use_cpu_settings
 from paddle_recompute.app.config import ModelConfig
 
@@ -41,8 +41,4 @@ def make_step(way: str, plan: dict[str, Any]) -> Callable[[], object]:
 if __name__ == "__main__":
     use_cpu_settings()
     plan = json.loads(sys.argv[1])
-    steps = {way: make_step(way, plan) for way in ("plain", "cached")}
-    for line in sys.stdin:
-        start = time.process_time()
-        steps[line.strip()]()
-        print(time.process_time() - start, flush=True)
+    serve_steps({way: make_step(way, plan) for way in ("plain", "cached")})

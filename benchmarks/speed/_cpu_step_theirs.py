@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from sentence_transformers.sentence_transformer import losses
 from transformers import BertConfig, BertModel
+
+from benchmarks.harness.step_process import serve_steps
 
 
 class Encoder(torch.nn.Module):
@@ -71,8 +72,4 @@ def make_step(way: str, plan: dict[str, Any]) -> Callable[[], object]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     plan = json.loads(sys.argv[1])
-    steps = {way: make_step(way, plan) for way in ("plain", "cached")}
-    for line in sys.stdin:
-        start = time.process_time()
-        steps[line.strip()]()
-        print(time.process_time() - start, flush=True)
+    serve_steps({way: make_step(way, plan) for way in ("plain", "cached")})

@@ -14,51 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.record import ratios, table, write_record
+from benchmarks.harness.record import ROOT, ratios, table, torch_python, write_record
+from benchmarks.harness.step_process import StepProcess
 from paddle_recompute import load_config
 from paddle_recompute._paddle.cpu_settings import SWITCH
 
-ROOT = Path(__file__).parents[2]
-TORCH = ROOT / ".venv-torch" / "bin" / "python"
 CONFIG = ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"
 PAIRS, ROUNDS, WARM_UP, CHUNK_TOKENS = 256, 9, 2, 1024
 WAYS = ("plain", "cached")
-
-
-class Side:
-    """A process that makes one step for each line that it reads."""
-
-    def __init__(self, python: str, module: str, plan: str, **environment: str) -> None:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        self._process = subprocess.Popen(
-            [python, "-m", f"benchmarks.speed.{module}", plan],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
-        )
-
-    def seconds(self, step: str) -> float:
-        """CPU seconds of one `step`."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(step, file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a side of the benchmark ended with {self._process.wait()}")
-        return float(line)
-
-    def end(self) -> None:
-        """Let the process end."""
-        self._process.communicate()
 
 
 def plan_of(pairs: int) -> dict[str, Any]:
@@ -88,11 +56,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=PAIRS)
     args = parser.parse_args()
     plan = json.dumps(plan_of(args.pairs))
-    python = os.environ.get("TORCH_PYTHON", str(TORCH))
     sides = {
-        "ours": Side(sys.executable, "_cpu_step_ours", plan),
-        "ours without settings": Side(sys.executable, "_cpu_step_ours", plan, **{SWITCH: "0"}),
-        "torch": Side(python, "_cpu_step_theirs", plan),
+        "ours": StepProcess(sys.executable, "benchmarks.speed._cpu_step_ours", plan),
+        "ours without settings": StepProcess(
+            sys.executable, "benchmarks.speed._cpu_step_ours", plan, **{SWITCH: "0"}
+        ),
+        "torch": StepProcess(torch_python(), "benchmarks.speed._cpu_step_theirs", plan),
     }
     body = [*(__doc__ or "").split("\n\n")[1].splitlines(), ""]
     for way in WAYS:

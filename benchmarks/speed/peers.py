@@ -13,18 +13,14 @@ under a name that it does not install, which the benchmark supplies.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import table, write_record
+from benchmarks.harness.record import in_own_process, table, torch_python, write_record
 
 ROOT = Path(__file__).parents[2]
-TORCH = ROOT / ".venv-torch" / "bin" / "python"
 MIB = 2**20
 # The side, the name of the library, and the lines: an import, and what stands for the call.
 RECOMPUTE = {
@@ -48,18 +44,9 @@ CACHES = {
 
 def ask(side: str) -> dict[str, Any]:
     """What a side says, in a process of its own."""
-    python = os.environ.get("TORCH_PYTHON", str(TORCH)) if side == "torch" else sys.executable
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    run = subprocess.run(
-        [python, "-m", f"benchmarks.speed._peers_{side}"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=900,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
-    return dict(json.loads(run.stdout.strip().splitlines()[-1]))
+    python = torch_python() if side == "torch" else sys.executable
+    module = f"benchmarks.speed._peers_{side}"
+    return dict(in_own_process(module, python=python, timeout=900, OMP_NUM_THREADS="1"))
 
 
 def compare(

@@ -387,9 +387,7 @@ def export(
         tell_written(written, words, as_json, checkpoint=str(encoder.folder))
         return
     count = len(encoder.model.state_dict())
-    words = (
-        f"{count} tensors of {encoder.folder}, with tokenizer and config.json: {', '.join(paths)}"
-    )
+    words = f"{count} tensors of {encoder.folder}, with tokenizer and config.json: {where}"
     tell_written(written, words, as_json, checkpoint=str(encoder.folder), tensors=count)
 
 
