@@ -20,9 +20,6 @@ _STATIC = "tests/static_graph/test_"
 _STEP = "tests/train_step/test_"
 _TRAINED = "tests/app/trainer/test_same_training.py::"
 
-# A table of more cases than this is sampled where the check runs it a second or a fourth time.
-_SMALL = 4
-
 EVERY = {
     # Of each n cases one: n fits no period of the table. The fuzzers draw such cases, too.
     "tests/contrastive/test_loss.py::test_every_combination_is_that_of_the_reference": 5,
@@ -114,18 +111,13 @@ def mark_the_rest(items: list[pytest.Item]) -> None:
     """Mark what the check leaves out with this Paddle, on this device, as ``matrix``."""
     every = EVERY
     left_out = LEFT_OUT
-    usual = 1
     if (_installed._installed_version() or "").startswith("2.6"):
         every, left_out = every | EVERY_ON_26, left_out | LEFT_OUT_ON_26
-        usual *= 2
     if selected.is_selected():
         every, left_out = every | EVERY_ON_DEVICE, left_out | LEFT_OUT_ON_DEVICE
-        usual *= 2
-    names = [item.nodeid.partition("[")[0] for item in items]
-    cases = Counter(names)
     seen: Counter[str] = Counter()
-    for item, name in zip(items, names, strict=True):
-        repeated = cases[name] > _SMALL and "fake_device" not in name
-        if name in left_out or seen[name] % every.get(name, usual if repeated else 1):
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name in left_out or seen[name] % every.get(name, 1):
             item.add_marker(pytest.mark.matrix)
         seen[name] += 1
