@@ -117,10 +117,11 @@ parity26: venv26
 	@.venv26/bin/python -m paddle_recompute parity --config $(CONFIG) $(ARGS)
 
 # Three processes for two cores: tests of ranks wait much. Each runs whole files, whose fixtures may take
-# half a minute. A file whose test ends its process begins again in a new one, twice in a run.
+# half a minute. A test that ends its process ends the run: with a new process in its place, xdist 3.8 waits
+# for ever if the other ones have no files left.
 # make test PARALLEL= runs one test after the other.
 WORKERS ?= 3
-PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
+PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # More processes than cores: a thread of OpenMP that waits should sleep, where libiomp5 spins for 200 ms.
 test test26 test-gpu-wheel test-device test-device26: export KMP_BLOCKTIME := 0
