@@ -188,25 +188,6 @@ def test_every_folder_of_a_run_and_what_it_exports(tmp_path: Path) -> None:
         load_encoder(tmp_path)
 
 
-def test_commands_take_a_pretrained_model(tmp_path: Path) -> None:
-    """Without any training: evaluate, encode, search, mine, export."""
-    folder = tmp_path / "hf"
-    make_folder(folder)
-    pairs = tmp_path / "pairs.tsv"
-    pairs.write_text("".join(f"{one}\t{one} cloud\n" for one in texts(30)))
-    pool = tmp_path / "pool.txt"
-    pool.write_text("\n".join(texts(30)))
-    made = command("evaluate", "--model", folder, "--data", pairs, "--json")
-    assert json.loads(made.stdout.splitlines()[-1])["step"] == 0
-    command("encode", "--model", folder, "--output", tmp_path / "pool.npy", pool)
-    assert (
-        "1.0000  cat big" in command("search", "--index", tmp_path / "pool.npy", "cat big").output
-    )
-    mined = tmp_path / "mined.jsonl"
-    command("mine", "--model", folder, "--pairs", pairs, "--pool", pool, "--output", mined)
-    command("export", "--model", folder, "--format", "inference", "--output", tmp_path / "served")
-
-
 def test_init_writes_a_configuration_that_trains(tmp_path: Path) -> None:
     folder, file = tmp_path / "hf", tmp_path / "run.yaml"
     make_folder(folder, "roberta")

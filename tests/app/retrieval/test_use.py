@@ -41,7 +41,6 @@ from tests.app.retrieval.test_evaluation import expected
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
 from tests.distributed.mortal_ranks import results_of
-from tests.processes import python
 from tests.ranks import ROOT
 
 PROMPTS = {"model__query_prompt": "big query ", "model__document_prompt": "stone "}
@@ -301,22 +300,6 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
     for arguments, words in refused:
         assert words in command(*search, *arguments, code=2).stderr
     assert not (tmp_path / "none.jsonl").exists()
-
-
-@pytest.mark.timeout(180)
-def test_encode_under_fleetrun(folder: Path, tmp_path: Path) -> None:
-    script = tmp_path / "command.py"
-    script.write_text("from paddle_recompute.app.cli import main\n\nmain()\n")
-    output = tmp_path / "shared.npy"
-    launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
-    launch += ["--log_dir", str(tmp_path / "logs"), str(script)]
-    launch += ["encode", "--model", str(folder / "run"), str(folder / "texts.txt"), "--output"]
-    done = python(*launch, output, timeout=170)
-    assert done.stdout.count(f"texts, vectors of 16 numbers: {output}") == 1
-    encode_file(load_encoder(folder / "run"), folder / "texts.txt", tmp_path / "alone.npy")
-    # On an AMD CPU the command takes another path of MKL, which rounds otherwise.
-    alone, shared = np.load(tmp_path / "alone.npy"), np.load(output)
-    np.testing.assert_allclose(shared, alone, atol=1e-6)
 
 
 def test_what_would_be_a_wrong_answer_is_refused(tmp_path: Path) -> None:
