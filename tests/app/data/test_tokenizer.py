@@ -94,12 +94,6 @@ def test_every_text_becomes_a_row_with_one_beginning_and_one_end(
         assert set(row[length:]) <= {PAD}
 
 
-def test_special_tokens_in_a_text_are_text(tokenizer: PairTokenizer) -> None:
-    row = tokenizer.encode([f"cat {' '.join(SPECIAL_TOKENS)} cat ##n"], 99)[0].tolist()
-    assert PAD not in row
-    assert (row.count(CLS), row.count(SEP)) == (1, 1)
-
-
 def test_same_texts_give_the_same_file(tmp_path: Path) -> None:
     """Without care no two trainings agree, not even in one process."""
     texts = [
@@ -362,12 +356,6 @@ def test_a_text_becomes_what_tokenizers_makes_of_it(
     for literal in ("[CLS]", "[SEP]", "[PAD]", "<s>", "</s>", "<pad>"):
         inside = tokenizer.encode([f"cat {literal} cat"], 99)[0].tolist()
         assert sum(inside.count(one) for one in {*around, pad_id}) == len(around)
-
-
-def test_the_padding_must_be_that_of_the_model(tmp_path: Path) -> None:
-    byte_pairs().save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"has \('<pad>', 1\); the padding must be the entry 0"):
-        load_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_added_tokens_beside_a_vocab_txt(tmp_path: Path) -> None:

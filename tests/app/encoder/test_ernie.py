@@ -228,33 +228,6 @@ def test_half_precision_leaves_the_model_as_float32() -> None:
     assert model(paddle.to_tensor(IDS)).dtype == paddle.float32
 
 
-@pytest.mark.filterwarnings("ignore:Tensor do not have 'place':UserWarning")  # Paddle 3's own
-@pytest.mark.parametrize(("pooling", "shape"), [("cls", [3, 5]), ("mean", [-1, -1])])
-def test_static_program_computes_the_same(pooling: str, shape: list[int]) -> None:
-    """Whether the Program knows the shape of the ids or not."""
-    config = tiny(pooling=pooling)
-    model = scrambled(config, "float32")
-    expected = model(paddle.to_tensor(IDS)).numpy()
-    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    paddle.enable_static()
-    try:
-        program, startup = paddle.static.Program(), paddle.static.Program()
-        scope = paddle.static.Scope()
-        with paddle.static.scope_guard(scope), paddle.static.program_guard(program, startup):
-            static_model = build_model(config, VOCAB_SIZE)
-            static_model.eval()
-            vectors = static_model(paddle.static.data("ids", shape, "int64"))
-            executor = paddle.static.Executor()
-            executor.run(startup)
-            for name, parameter in static_model.named_parameters():
-                tensor = scope.find_var(parameter.name).get_tensor()
-                tensor.set(weights[name], paddle.CPUPlace())
-            (found,) = executor.run(program, feed={"ids": IDS}, fetch_list=[vectors])
-    finally:
-        paddle.disable_static()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32)
-
-
 @pytest.mark.parametrize(
     ("shape", "words"),
     [

@@ -144,8 +144,10 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("factory", [None, pytest.param("HNSW4", marks=needs_faiss)])
-@pytest.mark.parametrize("kill_at", [("mine", 0), ("mine", 4)])
+@pytest.mark.parametrize(
+    ("factory", "kill_at"),
+    [(None, ("mine", 4)), pytest.param("HNSW4", ("mine", 0), marks=needs_faiss)],
+)
 def test_a_killed_run_continues_to_the_same_bytes(
     made: Path, tmp_path: Path, kill_at: tuple[str, int], factory: str | None
 ) -> None:

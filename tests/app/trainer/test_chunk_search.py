@@ -190,28 +190,6 @@ def test_a_block_that_does_not_fit_leaves_the_chunks_to_steps(
     assert estimated_peaks(config, 100, Chunks()) is None
 
 
-@pytest.mark.matrix
-@needs_peaks_of_steps
-def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of any one length, in chunks of the same tokens."""
-    config, chunks = config_of(None), Chunks(tokens=8 * LONGEST)
-    dearest = measure_peak(config, 100, chunks)
-    # With more chunks, more second outputs (float32) wait for their comparison.
-    waiting = 4 * config.model.hidden_size * config.local_batch
-    make = peak_memory.largest_batch
-    for length in (2, 5, 8, LONGEST):
-
-        def of_one_length(*arguments: Any, length: int = length, **_: Any) -> Any:
-            whole = make(arguments[0], arguments[1], Chunks())
-            for ids in whole.values():
-                ids[:, length:] = 0
-            return whole
-
-        monkeypatch.setattr(peak_memory, "largest_batch", of_one_length)
-        # A chunk of lengths that leave no remainder may have a text more.
-        assert measure_peak(config, 100, chunks) < 1.02 * dearest + waiting, length
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -12,16 +12,14 @@ from unittest import mock
 
 import paddle.distributed as dist
 import pytest
-import yaml
 
-from paddle_recompute.app.launch import launch
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.offload._chain import Chain
 from paddle_recompute.offload._ranks import OwnedShard
 from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
 from tests.distributed.mortal_ranks import assert_rank_0_names_killed_rank_1
-from tests.ranks import ROOT, run_ranks
+from tests.ranks import run_ranks
 
 RUN: dict[str, Any] = {
     "launch__num_ranks": 2,
@@ -113,41 +111,3 @@ def test_a_run_of_which_a_rank_was_killed_resumes(place: str, whole: Path, tmp_p
     goes_on = "plain" if place == "a shard is sent" else way
     run_ranks(train, 2, folder=str(tmp_path), name="run", way=goes_on, train__resume=True)
     assert_same_run(tmp_path / "run", whole)
-
-
-# --------------------------------------------------------------------------- under our launcher
-
-LAUNCHED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "stage 1": {"strategy__sharding": True},
-    "stage 3": ON_RANKS,
-}
-TRAIN = """
-import sys
-from paddle_recompute import Trainer, load_config
-from tests.app.trainer.test_trainer import unmeasured
-
-for file in sys.argv[1:]:
-    unmeasured(Trainer(load_config(file)).run)()
-"""
-
-
-@pytest.mark.timeout(240)
-def test_launched_runs_have_the_bits_of_the_plain_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launcher gives its ranks settings of its own."""
-    write_pairs(tmp_path / "pairs.tsv")
-    for name in [name for name in os.environ if name.startswith("FLAGS_")]:
-        monkeypatch.delenv(name)  # what a user has set wins over the launcher
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    (tmp_path / "train.py").write_text(TRAIN)
-    files = []
-    for name, changes in LAUNCHED.items():
-        output = {"train__output_dir": str(tmp_path / name)}
-        config = tiny(tmp_path, **RUN, **changes, **output)
-        files.append(tmp_path / f"{name}.yaml")
-        files[-1].write_text(yaml.safe_dump(config.to_dict()))
-    launch(config, [str(tmp_path / "train.py"), *map(str, files)])
-    for name in LAUNCHED:
-        assert_same_run(tmp_path / name, tmp_path / "plain")

@@ -217,7 +217,11 @@ def test_the_same_pairs_may_be_elsewhere_and_a_checkpoint_may_have_no_digests(
     """As one of an earlier version."""
     (finished / "pairs.tsv").rename(finished / "moved.tsv")
     moved = {**LONGER, "data__train_file": str(finished / "moved.tsv")}
+    moved["data__cache_dir"] = str(finished / "empty")  # the checkpoint has the vocabulary
+    before = find_checkpoint(finished / "run" / "checkpoint").tokenizer_file.read_bytes()
     assert Trainer(tiny(finished, **moved)).run()["steps"] == 3
+    after = find_checkpoint(finished / "run" / "checkpoint")
+    assert (after.step, after.tokenizer_file.read_bytes()) == (3, before)
     told = "whether they have changed is not known"
     assert told not in capsys.readouterr().out
     file = find_checkpoint(finished / "run" / "checkpoint").folder / "state.json"
