@@ -217,31 +217,25 @@ def test_the_settings_beside_a_vocab_txt_are_taken(
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("entries", "config", "message"),
     [
-        ('{"do_lower_case": "false"}', "do_lower_case is 'false'; allowed are true, false and"),
-        ('{"do_lower_case": fal', "cannot be read"),
+        (
+            ENTRIES,
+            '{"do_lower_case": "false"}',
+            "tokenizer_config.json: do_lower_case is 'false'",
+        ),
+        (ENTRIES, '{"do_lower_case": fal', "tokenizer_config.json: cannot be read"),
+        (ENTRIES[1:], None, r"vocab.txt: not a vocab.txt .* has the entries \[PAD\]"),
+        ([*ENTRIES, "cat\t4"], None, r"vocab.txt: not a vocab.txt .two entries have one id"),
+        ([*ENTRIES, "cat\t-4"], None, r"vocab.txt: not a vocab.txt .a line is not entry<TAB>id"),
+        (["a", *ENTRIES], None, r".* has \('\[PAD\]', 1\); the padding must be the entry 0"),
     ],
 )
-def test_bad_settings_beside_a_vocab_txt_are_refused(
-    config: str, message: str, tmp_path: Path
+def test_bad_vocabularies_and_settings_beside_them_are_refused(
+    entries: list[str], config: str | None, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=rf"^{tmp_path}/tokenizer_config.json: {message}"):
-        load_tokenizer(vocabulary(tmp_path, ENTRIES, config))
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        (ENTRIES[1:], r"vocab.txt: not a vocab.txt .* has the entries \[PAD\]"),
-        ([*ENTRIES, "cat\t4"], r"vocab.txt: not a vocab.txt .two entries have one id"),
-        ([*ENTRIES, "cat\t-4"], r"vocab.txt: not a vocab.txt .a line is not entry<TAB>id"),
-        (["a", *ENTRIES], r"has \('\[PAD\]', 1\); the padding must be the entry 0"),
-    ],
-)
-def test_bad_vocabularies_are_refused(entries: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        load_tokenizer(vocabulary(tmp_path, entries))
+    with pytest.raises(DataError, match=rf"^{tmp_path}/{message}"):
+        load_tokenizer(vocabulary(tmp_path, entries, config))
 
 
 def test_a_tokenizer_that_cannot_read_every_text_is_refused(tmp_path: Path) -> None:

@@ -327,12 +327,6 @@ def test_hits_are_those_of_brute_force(
     assert unknown == "'big 猫' has words outside the vocabulary; each of them is read as [UNK]"
 
 
-@pytest.mark.parametrize("queries", [[], ["cat", " "]])
-def test_nothing_to_search_for_is_told(queries: list[str], pools: Path) -> None:
-    with pytest.raises(DataError, match=r"received \d queries; allowed are one or more, none of"):
-        Index.load(pools).search(queries)
-
-
 def copy_of(pools: Path, folder: Path) -> Path:
     shutil.copytree(pools, folder, dirs_exist_ok=True)
     return folder / "pool.npy"

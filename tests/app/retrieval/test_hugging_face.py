@@ -109,12 +109,12 @@ needs_converter = pytest.mark.skipif(
 )
 
 
-def with_transformers(*arguments: str | Path, given: list[str]) -> dict[str, Any]:
-    script = Path(__file__).with_name("with_transformers.py")
-    environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
+def run_torch(script: str, *arguments: str | Path, given: list[str]) -> dict[str, Any]:
+    """What a script of this folder prints for these texts, in the Python of PyTorch."""
+    file = Path(__file__).with_name(script)
     run = subprocess.run(
-        [TORCH_PYTHON, str(script), *map(str, arguments)],
-        input=json.dumps(given), env=environment,
+        [TORCH_PYTHON, str(file), *map(str, arguments)],
+        input=json.dumps(given), env={**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
@@ -126,7 +126,7 @@ def with_transformers(*arguments: str | Path, given: list[str]) -> dict[str, Any
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_has_our_vectors(kind: str, tmp_path: Path) -> None:
     folder, _ = converted(tmp_path, **KINDS[kind])
-    found = with_transformers("encode", folder, "--sentences", given=TEXTS)
+    found = run_torch("with_transformers.py", "encode", folder, "--sentences", given=TEXTS)
     trained = load_encoder(tmp_path / "run")
     ids = trained.tokenizer.encode(TEXTS, 12)
     assert np.array_equal(found["ids"], ids)
@@ -151,7 +151,7 @@ def test_onnxruntime_has_our_vectors(kind: str, tmp_path: Path) -> None:
     make_run(tmp_path, biased=True, model__initializer_range=0.3, **KINDS[kind])
     folder = tmp_path / "served"
     command("export", "--model", tmp_path / "run", "--format", "onnx", "--output", folder)
-    found = with_transformers("onnx", folder, given=TEXTS)
+    found = run_torch("with_transformers.py", "onnx", folder, given=TEXTS)
     rows = ["batch", "length"]
     assert found["inputs"] == {
         name: ["tensor(int64)", rows] for name in ("input_ids", "attention_mask", "token_type_ids")

@@ -7,9 +7,7 @@ The comparison with `transformers` needs PyTorch, in an environment without Padd
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,10 +36,9 @@ from tests.app.commands import command
 from tests.app.retrieval.make_models import CASES
 from tests.app.retrieval.pretrained import KINDS, add_modules, make_folder, model_of
 from tests.app.retrieval.test_hugging_face import (
-    TORCH_PYTHON,
     needs_converter,
     needs_torch,
-    with_transformers,
+    run_torch,
 )
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
@@ -417,19 +414,7 @@ LONG = "the river and the stone and the tree " * 40
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Folders of all architectures, and their vectors."""
     folder = tmp_path_factory.mktemp("theirs")
-    return folder, run_torch("make", folder, texts=[*TEXTS, LONG])
-
-
-def run_torch(*arguments: str | Path, texts: list[str]) -> dict[str, Any]:
-    script = Path(__file__).with_name("make_models.py")
-    run = subprocess.run(
-        [TORCH_PYTHON, str(script), *map(str, arguments)],
-        input=json.dumps(texts), env={**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
+    return folder, run_torch("make_models.py", "make", folder, given=[*TEXTS, LONG])
 
 
 @pytest.mark.timeout(600)
@@ -446,7 +431,7 @@ def test_the_vectors_of_sentence_transformers(theirs: tuple[Path, dict[str, Any]
             print(f"{name}, {side}: largest difference {difference:.2g}")
             assert difference < TOLERANCE
         write_hugging_face(encoder, folder / "written" / name)
-    written = run_torch("encode", folder / "written", texts=given)
+    written = run_torch("make_models.py", "encode", folder / "written", given=given)
     for name in CASES:
         difference = abs(np.array(written[name]) - np.array(made[name]["document"])).max()
         print(f"{name}, written: largest difference {difference:.2g}")
@@ -462,7 +447,7 @@ def test_onnxruntime_has_the_vectors_of_mpnet(
     """Whose positions paddle2onnx gives a wrong shape, which onnxruntime believes."""
     encoder = load_encoder(theirs[0] / "mpnet")
     write_onnx(encoder, tmp_path / "served")
-    found = with_transformers("onnx", tmp_path / "served", given=TEXTS)
+    found = run_torch("with_transformers.py", "onnx", tmp_path / "served", given=TEXTS)
     assert list(found["inputs"]) == ["input_ids", "attention_mask"]
     difference = abs(np.array(found["sentence_embedding"]) - encode_texts(encoder, TEXTS)).max()
     assert difference < TOLERANCE

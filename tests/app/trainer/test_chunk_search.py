@@ -266,11 +266,10 @@ def test_chunks_of_a_run_are_within_the_budget_and_those_of_a_resumed_run(folder
 
 
 @needs_peaks_of_steps
-@pytest.mark.parametrize(("size", "changes"), [(4, {}), (16, {"contrastive__hard_negatives": 2})])
-def test_chunks_of_pairs_are_measured_on_two(size: int, changes: dict[str, Any]) -> None:
+def test_chunks_of_pairs_are_measured_on_two() -> None:
     """The peak is that of a step in which all texts are of full length."""
-    wide = {"model__hidden_size": 64, "model__intermediate_size": 128, "contrastive__tile": 16}
-    config = config_of(None, **wide, **changes)
+    size, wide = 16, {"model__hidden_size": 64, "model__intermediate_size": 128}
+    config = config_of(None, **wide, contrastive__tile=16, contrastive__hard_negatives=2)
     found, calls, encode = [], [], ErnieEncoder.forward
 
     def noted(self: Any, ids: Any, *more: Any) -> Any:

@@ -85,15 +85,15 @@ def test_the_first_step_of_a_run_is_that_of_the_plain_loss(
     assert norm_found == pytest.approx(norm_of_gradients(model), rel=1e-5)
 
 
-@pytest.mark.parametrize(("mode", "chunks"), [("dygraph", 24), ("static", None)])
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "mode", "chunks"),
     [
-        {"contrastive__positives": "mask", "contrastive__tile": 16},
-        {"contrastive__positives": "sum"},
-        {"contrastive__negatives": "given", "contrastive__symmetric": False},
+        ({"contrastive__positives": "mask", "contrastive__tile": 16}, "dygraph", 24),
+        ({"contrastive__positives": "mask"}, "static", None),
+        ({"contrastive__positives": "sum"}, "dygraph", 24),
+        ({"contrastive__negatives": "given", "contrastive__symmetric": False}, "static", None),
     ],
-    ids=["mask", "sum", "given"],
+    ids=["mask", "mask in a Program", "sum", "given in a Program"],
 )
 def test_several_positives_and_given_negatives_train(
     changes: dict[str, Any], mode: str, chunks: int | None, folder: Path

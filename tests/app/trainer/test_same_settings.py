@@ -12,7 +12,6 @@ from unittest import mock
 
 import numpy as np
 import paddle.distributed as dist
-import pytest
 
 from benchmarks.faults._failing_starts_rank import run
 from paddle_recompute import _version
@@ -136,22 +135,12 @@ def ends_of(folder: Path, own: list[list[str]], *keys: str) -> list[tuple[int, s
     return [(code, remarks.sub("", log.read_text())) for code, log in zip(codes, logs, strict=True)]
 
 
-@pytest.mark.parametrize("setting", ["train.eval_batch=7", "launch.num_ranks=1"])
-def test_another_setting_ends_the_command_on_all_ranks(setting: str, folder: Path) -> None:
-    name, _, value = setting.partition("=")
-    for code, output in ends_of(folder, [[], [setting]]):
+def test_another_setting_ends_the_command_on_all_ranks(folder: Path) -> None:
+    for code, output in ends_of(folder, [[], ["launch.num_ranks=1"]]):
         assert code == 2
         last = output.splitlines()[-1]
-        assert f"{name} is " in last and f", {value} on rank 1. Start all ranks with" in last
+        assert "launch.num_ranks is " in last and ", 1 on rank 1. Start all ranks with" in last
     assert not (folder / "run" / "metrics.jsonl").exists()
-
-
-def test_a_longer_file_on_one_rank_is_named(folder: Path) -> None:
-    longer = folder / "longer.tsv"
-    longer.write_text((folder / "pairs.tsv").read_text() + "one more\tpair\n")
-    for code, output in ends_of(folder, [[], [f"data.train_file={longer}"]]):
-        assert code == 2
-        assert f"rank 1 reads other pairs in {longer} than rank 0" in output.splitlines()[-1]
 
 
 def test_another_key_ends_both_sides(folder: Path) -> None:

@@ -304,21 +304,6 @@ def test_recompute_and_measuring_memory_change_no_bit(
     assert_same_run(folder / "run", folder / "measured")
 
 
-def test_plain_step_that_does_not_fit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def measure_peak(config: Config, *_: Any) -> int:
-        if not config.recompute.enable:
-            paddle.ones([1 << 50])  # raises what Paddle raises where the memory is full
-        return 1 << 20
-
-    monkeypatch.setattr(chunk_search, "measure_peak", measure_peak)
-    both = {"train__measure": True, "train__measure_plain": True}
-    record = Trainer(tiny(folder, train__max_steps=1, **both)).run()
-    assert record["plain_peak_bytes"] is None
-    assert "1.0 MiB as configured; without recompute, more than there is" in capsys.readouterr().out
-
-
 def test_memory_is_measured_if_asked_and_never_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,10 +324,20 @@ def test_memory_is_measured_if_asked_and_never_again(
     record = Trainer(tiny(folder, **more, train__max_steps=2)).run()
     assert calls == [True, False]
     assert (record["peak_bytes"], record["plain_peak_bytes"]) == (1 << 40, 1 << 41)
-    plain = {"recompute__enable": False, "train__output_dir": str(folder / "plain")}
+    plain = {**measured, "train__max_steps": 1, "recompute__enable": False}
     capsys.readouterr()
-    Trainer(tiny(folder, train__max_steps=1, train__measure=True, **plain)).run()
+    Trainer(tiny(folder, **plain)).run()
     assert "A step takes 2048.00 GiB; nothing is recomputed\n" in capsys.readouterr().out
+
+    def fills_the_memory(config: Config, *_: Any) -> int:
+        if not config.recompute.enable:
+            paddle.ones([1 << 50])  # raises what Paddle raises where the memory is full
+        return 1 << 20
+
+    monkeypatch.setattr(chunk_search, "measure_peak", fills_the_memory)
+    record = Trainer(tiny(folder, **measured, train__max_steps=1)).run()
+    assert record["plain_peak_bytes"] is None
+    assert "1.0 MiB as configured; without recompute, more than there is" in capsys.readouterr().out
 
 
 def test_same_pairs_however_many_micro_batches(folder: Path) -> None:
