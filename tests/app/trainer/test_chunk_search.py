@@ -108,13 +108,11 @@ def test_without_estimates_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_peaks_of_steps
-@pytest.mark.parametrize("policy", [pytest.param("all", marks=pytest.mark.matrix), "budget"])
 def test_chunks_are_found_by_estimates_and_verified_by_a_step(
-    policy: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small = {"contrastive__global_batch": 24, "recompute__policy": policy}
-    if policy == "budget":
-        small["recompute__memory_budget"] = "1GiB"
+    small = {"contrastive__global_batch": 24, "recompute__policy": "budget"}
+    small["recompute__memory_budget"] = "1GiB"
     config, measured = config_of(None, **small), []
     for chunks in (ONE_TEXT, Chunks(tokens=6 * LONGEST), Chunks()):
         peaks = [
@@ -210,10 +208,7 @@ def test_a_step_that_does_not_fit(
 
 
 @needs_peaks_of_steps
-@pytest.mark.parametrize(
-    "chunks", [pytest.param({}, marks=pytest.mark.matrix), {"contrastive__chunk_tokens": 120}]
-)
-def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_path: Path) -> None:
+def test_training_takes_no_more_than_was_measured(tmp_path: Path) -> None:
     """Long texts, and so many pairs that the batches read ahead are noticed."""
     random = np.random.default_rng(0)
     words = {" ".join(random.choice(list("abcdefghij"), size=12)) for _ in range(1200)}
@@ -222,7 +217,7 @@ def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_pa
     (tmp_path / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
     config = tiny(
         tmp_path,
-        **chunks,
+        contrastive__chunk_tokens=120,
         contrastive__global_batch=256,
         contrastive__tile=64,
         contrastive__mask_false_negatives=True,
@@ -232,7 +227,7 @@ def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_pa
     )
     Trainer(config).run()
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    measured = measure_peak(config, 453, Chunks(tokens=chunks.get("contrastive__chunk_tokens")))
+    measured = measure_peak(config, 453, Chunks(tokens=120))
     assert measured * 0.7 < max(step["peak_bytes"] for step in steps) <= measured
 
 

@@ -36,11 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "ranks": ON_RANKS,
     "disk": {"recompute__offload_parameters": "disk", "recompute__num_shards": 2},
 }
-# Where rank 1 is killed: a shard, or a parameter for the checkpoint, travels; between the backwards
-# of two shards. And in which call of it.
+# Where rank 1 is killed: a shard travels; between the backwards of two. And in which call of it.
 PLACES: dict[str, tuple[str, type, str, int]] = {
     "a shard is sent": ("ranks", OwnedShard, "load", 3),
-    "a parameter is sent": ("ranks", OwnedShard, "fetch", 3),
     "between two backwards": ("disk", Chain, "note_backward", 1),
 }
 
@@ -90,14 +88,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "plain"
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "a shard is sent",
-        pytest.param("a parameter is sent", marks=pytest.mark.matrix),
-        "between two backwards",
-    ],
-)
+@pytest.mark.parametrize("place", PLACES)
 def test_a_run_of_which_a_rank_was_killed_resumes(place: str, whole: Path, tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.tsv")
     (tmp_path / "shards").mkdir()
