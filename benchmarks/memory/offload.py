@@ -20,15 +20,8 @@ from typing import Any
 
 import paddle
 
-from benchmarks.harness.record import (
-    RESULTS,
-    hardware_tag,
-    in_own_process,
-    paired_seconds,
-    ratios,
-    table,
-    write_record,
-)
+from benchmarks.harness.record import RESULTS, hardware_tag, in_own_process, table, write_record
+from benchmarks.harness.timing import paired_seconds, ratios
 from paddle_recompute import OffloadSequential, TrainStep, recompute_wrapper
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.recompute import slots

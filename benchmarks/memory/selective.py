@@ -19,16 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import (
-    RESULTS,
-    hardware_tag,
-    in_own_process,
-    paired_seconds,
-    ratios,
-    table,
-    torch_python,
-)
+from benchmarks.harness.record import RESULTS, hardware_tag, in_own_process, table, torch_python
 from benchmarks.harness.record import write_record as write_file
+from benchmarks.harness.timing import paired_seconds, ratios
 
 LAYERS, HIDDEN, HEADS, BATCH, LENGTH = 6, 256, 4, 4, 256
 # What is kept of a block: sublayers and methods by name; None: nothing is recomputed.

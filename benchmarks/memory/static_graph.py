@@ -22,7 +22,8 @@ import numpy as np
 import paddle
 from paddle.distributed import fleet
 
-from benchmarks.harness.record import in_own_process, paired_seconds, ratios, table, write_record
+from benchmarks.harness.record import in_own_process, table, write_record
+from benchmarks.harness.timing import paired_seconds, ratios
 from benchmarks.memory import recompute_cost
 from benchmarks.memory.recompute_cost import BATCH, BLOCKS, HIDDEN, LENGTH, make_encoder
 from paddle_recompute import static_graph

@@ -25,6 +25,7 @@ from paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_
 from benchmarks.harness.network import loopback
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.record import table, write_record
+from benchmarks.harness.timing import in_turn, timed
 from paddle_recompute import GradientSync, TrainStep, compile_model
 from paddle_recompute.grad_sync._buckets import plan_buckets
 from paddle_recompute.grad_sync._options import BUCKET_BYTES, FIRST_BUCKET_BYTES
@@ -36,23 +37,14 @@ WIDTH, LAYERS, WARM_UP = 8, 12, 6
 CLIP = 1e-3
 """Below the norm of each gradient here: every step clips."""
 Step = Callable[[], object]
-Seconds = dict[str, list[tuple[float, float]]]
+Seconds = dict[str, list[tuple[float, ...]]]
+"""CPU seconds of the main thread and of all threads, by step, of each round."""
 
 
-def in_turn(steps: dict[str, Step], rounds: int, between: Step = lambda: None) -> Seconds:
-    """CPU seconds of (the main thread, all threads) of each step in each round; `between` is not
-    in them.
-    """
-    seconds: Seconds = {name: [] for name in steps}
-    for number in range(rounds + WARM_UP):
-        for name, step in steps.items():
-            between()
-            thread, process = time.thread_time(), time.process_time()
-            step()
-            taken = time.thread_time() - thread, time.process_time() - process
-            if number >= WARM_UP:
-                seconds[name].append(taken)
-    return seconds
+def measured(steps: dict[str, Step], rounds: int, between: Step = lambda: None) -> Seconds:
+    """`between` is called before each step and not on its clocks."""
+    run = {name: timed(step, time.thread_time, time.process_time) for name, step in steps.items()}
+    return in_turn(run, warm_up=WARM_UP, rounds=rounds, between=between)
 
 
 def ratio(seconds: Seconds, form: str, to: str, part: int = 0) -> float:
@@ -97,7 +89,7 @@ def sync_on_rank(numbers: tuple[int, ...], rounds: int) -> dict[int, Seconds]:
     for number in numbers:
         models: list[paddle.nn.Layer] = []
         steps = {form: _sync_step(form, number, models) for form in SYNCS}
-        found[number] = in_turn(steps, rounds, functools.partial(clear, models))
+        found[number] = measured(steps, rounds, functools.partial(clear, models))
         print(number, flush=True)
     return found
 
@@ -220,7 +212,7 @@ def train_steps(rounds: int) -> Seconds:
                 _bare_step(*options),
                 _our_step(*options),
             )
-        return in_turn(steps, rounds)
+        return measured(steps, rounds)
 
 
 # -------------------------------------------------------------------------------------- Programs
@@ -268,7 +260,7 @@ def _compiled_steps() -> dict[str, Step]:
 
 def programs(rounds: int) -> Seconds:
     """One process; the steps in which a Program is compared with dygraph are few."""
-    return in_turn(_program_steps(), rounds) | in_turn(_compiled_steps(), rounds)
+    return measured(_program_steps(), rounds) | measured(_compiled_steps(), rounds)
 
 
 # ---------------------------------------------------------------------------------------- record

@@ -22,13 +22,8 @@ from typing import Any
 
 import paddle
 
-from benchmarks.harness.record import (
-    RESULTS,
-    paired_seconds,
-    ratios,
-    table,
-    write_record,
-)
+from benchmarks.harness.record import RESULTS, table, write_record
+from benchmarks.harness.timing import paired_seconds, ratios
 from paddle_recompute import RecomputeConfig, TrainStep, apply_recompute, build_model, compile_model
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import ModelConfig

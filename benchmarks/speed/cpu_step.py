@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.record import ROOT, ratios, table, torch_python, write_record
+from benchmarks.harness.record import ROOT, table, torch_python, write_record
 from benchmarks.harness.step_process import StepProcess
+from benchmarks.harness.timing import ratios
 from paddle_recompute import load_config
 from paddle_recompute._paddle.cpu_settings import SWITCH
 
