@@ -40,7 +40,7 @@ endef
 PACKAGE := $(shell find paddle_recompute -name '*.py' -o -name '*.j2' -o -name '*.html')
 
 .PHONY: venv venv26 venv-gpu venv-torch venv-nlp venv-formers venv-etcd test-gpu-wheel test-machines test-machines26 test-nlp test-formers test-torch train parity parity26 test test26 compiled-tests test-device test-device26 fuzz fuzz26 fuzz-readers
-.PHONY: lint bench bench-list docs retrieval-demo venv-docs venv-release wheel-test wheel-install-test clean
+.PHONY: lint bench bench-list docs venv-docs venv-release wheel-test wheel-install-test clean
 
 venv: .venv/.installed
 venv26: .venv26/.installed
@@ -247,17 +247,12 @@ bench: venv
 	    echo "=== $$name"; $(MAKE) bench-$$name || exit 1; \
 	done
 
-# One of them: make bench-recompute_cost; with Paddle 2.6: make bench26-sync_matrix. What there is:
+# One of them: make bench-recompute_cost; with Paddle 2.6: make bench26-static_graph. What there is:
 bench-list:
 	@printf '%s\n' $(BENCHMARKS)
 
 bench-%: venv
 	.venv/bin/python -m $(call module_of,$*) $(ARGS)
-
-# Two rounds of training for search on the sentences of LibreOffice, the second with mined negatives.
-# It continues where it stopped.
-retrieval-demo bench-retrieval_demo: venv
-	.venv/bin/python -m benchmarks.contrastive.retrieval_demo $(ARGS)
 
 bench-retrieval_vs_sentence_transformers: venv venv-torch
 	.venv/bin/python -m benchmarks.contrastive.retrieval_vs_sentence_transformers $(ARGS)
