@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.network import Host
+from benchmarks.harness.record import ROOT
 from paddle_recompute.app.launch._rank_process import die_with_parent
 from paddle_recompute.app.launch._rank_settings import quiet_settings, speed_settings
 
-ROOT = Path(__file__).resolve().parents[2]
 FIRST_PORT = 23456
 """In a namespace of one's own, where nobody else listens."""
 PATIENCE = 10.0

@@ -156,15 +156,8 @@ def main() -> None:
         )
         for name, peak in peaks.items()
     ]
-    header = (
-        "variant",
-        "peak, bytes",
-        "peak / plain",
-        "peak / Paddle's default",
-        "time / plain",
-        "time / Paddle's default (quartiles)",
-        "loss of step 3",
-    )
+    header = ["variant", "peak, bytes", "peak / plain", "peak / Paddle's default", "time / plain"]
+    header += ["time / Paddle's default (quartiles)", "loss of step 3"]
     drawn = draw(peaks, {name: middle for name, (middle, _, _) in to_plain.items()})
     kinds = kind_rows(options.rounds)
     write_record(

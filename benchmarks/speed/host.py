@@ -27,9 +27,9 @@ import paddle
 from paddle.distributed.fleet.utils import recompute as fleet_recompute
 
 from benchmarks.harness.record import table, write_record
-from benchmarks.harness.timing import Clock, in_turn, paired_seconds, ratios
+from benchmarks.harness.timing import Clock, in_turn
 from benchmarks.speed import _host_steps
-from paddle_recompute import ContrastiveLoss, GradCache, recompute
+from paddle_recompute import recompute
 
 WARM_UP = 3
 Call = Callable[[paddle.nn.Layer, paddle.Tensor], paddle.Tensor]
@@ -224,68 +224,6 @@ def counted_objects(name: str) -> dict[str, int]:
     return found
 
 
-class Encoder(paddle.nn.Layer):
-    """A transformer layer without dropout, and the mean over the length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = paddle.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``[batch, 8]``, float32, of ``[batch, length, 8]``."""
-        return self.layer(x).mean(1)
-
-
-def cached_by_hand(
-    encoder: paddle.nn.Layer, loss: Callable[..., paddle.Tensor], sides: list[paddle.Tensor]
-) -> None:
-    """What GradCache computes, dropout included, where nothing has state or is checked."""
-    chunks = [[side[i : i + 4] for i in range(0, CACHED_ROWS, 4)] for side in sides]
-    states: list[Any] = []
-
-    def first(chunk: paddle.Tensor) -> paddle.Tensor:
-        states.append(paddle.get_rng_state())
-        return encoder(chunk)
-
-    with paddle.no_grad():
-        heads = [paddle.concat([first(chunk) for chunk in side]) for side in chunks]
-    for head in heads:
-        head.stop_gradient = False
-    loss(*heads).backward()
-    for side, head in zip(chunks, heads, strict=True):
-        for number, chunk in enumerate(side):
-            now = paddle.get_rng_state()
-            paddle.set_rng_state(states.pop(0))
-            again = encoder(chunk)
-            paddle.set_rng_state(now)
-            again.backward(head.grad[4 * number : 4 * number + 4])
-
-
-CACHED_ROWS = 32
-
-
-def measured_cache(rounds: int) -> tuple[float, float, float]:
-    """Microseconds per chunk by hand and of `GradCache`, and the ratio, taken within a round."""
-    paddle.seed(1)
-    encoder, loss = Encoder(), ContrastiveLoss(0.1)
-    sides = [paddle.randn([CACHED_ROWS, 4, 8]) for _ in range(2)]
-    cache = GradCache(encoder, loss, chunk_size=4)
-    steps: dict[str, Callable[[], object]] = {
-        "by hand": lambda: cached_by_hand(encoder, loss, sides),
-        "ours": lambda: cache.backward(*sides),
-    }
-    found = paired_seconds(
-        steps,
-        warm_up=WARM_UP,
-        rounds=rounds,
-        clock=time.thread_time,
-        between=encoder.clear_gradients,
-    )
-    of_a_chunk = 1e6 / (2 * CACHED_ROWS / 4)
-    by_hand, ours = (statistics.median(values) * of_a_chunk for values in found.values())
-    return by_hand, ours, ratios(found, "by hand")["ours"][0]
-
-
 def main() -> None:
     """Measure and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -294,9 +232,7 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true", help="whole steps alone")
     arguments = parser.parse_args()
     if arguments.steps:
-        layer = measured(TRANSFORMER, arguments.rounds)
-        above = {form: taken[2] for form, taken in layer.items()}
-        _host_steps.record(above, arguments.rounds)
+        _host_steps.record(arguments.rounds)
         return
     rows: list[list[Any]] = []
     for name in [arguments.block] if arguments.block else BLOCKS:
@@ -309,8 +245,6 @@ def main() -> None:
         print(*(" ".join(map(str, row)) for row in rows[-len(found) :]), sep="\n", flush=True)
     if arguments.block:
         return
-    by_hand, cached, ratio = measured_cache(arguments.rounds)
-    print("GradCache", *(f"{value:.2f}" for value in (by_hand, cached, ratio)))
     header = [
         "block", "form", "forward, us", "backward, us", "above plain, us", "of fleet's", "objects",
     ]  # fmt: skip
@@ -326,18 +260,6 @@ def main() -> None:
             "backward that the garbage collector counts.",
             "",
             *table(header, rows),
-            "",
-            "The gradient cache: a transformer layer without dropout as encoder of both sides, "
-            f"{CACHED_ROWS} rows in chunks of 4, loss and both forwards; the ratio is taken within "
-            "a round.",
-            "",
-            *table(
-                ["form", "per chunk, us", "of by hand"],
-                [
-                    ["by hand", f"{by_hand:.0f}", "1.00"],
-                    ["GradCache", f"{cached:.0f}", f"{ratio:.2f}"],
-                ],
-            ),
         ],
     )
 
