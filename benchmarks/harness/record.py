@@ -56,15 +56,9 @@ def environment() -> dict[str, str]:
     import numpy
     import paddle
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=no"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    commit = _git("rev-parse", "--short", "HEAD")
+    # Records are no code: one may be written after the other.
+    dirty = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     return {
         "date": date.today().isoformat(),
         "commit": commit + (" and uncommitted changes" if dirty else ""),
@@ -119,6 +113,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """A Markdown table; numbers are the caller's to format."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+
+
+def _git(*arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+    return run.stdout.strip()
 
 
 def _cpu_name() -> str:
