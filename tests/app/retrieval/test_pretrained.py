@@ -39,6 +39,7 @@ from tests.app.retrieval.test_hugging_face import (
     needs_converter,
     needs_torch,
     run_torch,
+    vectors_of,
 )
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
@@ -56,12 +57,6 @@ def ids_of(kind: str) -> NDArray[np.int64]:
     for row, length in enumerate((7, 3, 1)):
         ids[row, length:] = pad
     return ids
-
-
-def vectors_of(model: paddle.nn.Layer, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    with paddle.no_grad():
-        found: NDArray[np.float32] = model(paddle.to_tensor(ids)).numpy()
-    return found
 
 
 # ------------------------------------------------------------------------------------ architectures
