@@ -57,10 +57,11 @@ def vectors_of(model: paddle.nn.Layer, ids: Any) -> np.ndarray[Any, Any]:
 
 
 def test_the_folder_is_read_back(tmp_path: Path) -> None:
-    folder, done = converted(tmp_path, data__max_query_tokens=8, **KINDS["relu"])
+    changes = KINDS["cls"] | KINDS["relu"]
+    folder, done = converted(tmp_path, data__max_query_tokens=8, **changes)
     assert "it cuts queries after 12 tokens, and training after 8" in done.output
     trained = load_encoder(tmp_path / "run")
-    config = tiny(tmp_path, model__init_from=str(folder), **KINDS["relu"])
+    config = tiny(tmp_path, model__init_from=str(folder), **changes)
     assert config.tokenizer_file == folder / "tokenizer.json"
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     ids = trained.tokenizer.encode(TEXTS, 12)
