@@ -16,7 +16,6 @@ from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from paddle_recompute.contrastive import ContrastiveLoss, text_ids
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.loss_reference import (
-    UNDERFLOW,
     Array,
     of_starts,
     reference,
@@ -47,72 +46,30 @@ def with_gradients(loss: ContrastiveLoss, *vectors: Array, **ids: Array) -> tupl
     return float(value), [tensor.grad.numpy() for tensor in tensors]
 
 
-SAME = unit_rows((12, 20))
-CASES = {
-    "random": (unit_rows((12, 20)), unit_rows((12, 20), seed=1)),
-    "alike": (SAME, unit_rows((12, 20), seed=2) * 0.1 + SAME),
-    "found, loss near zero": (np.eye(8, dtype=np.float32), np.eye(8, dtype=np.float32)),
-    "exactly wrong": (SAME, -SAME),
-    "somebody else's": (SAME, np.roll(SAME, 1, axis=0)),
-    "all the same vector": (np.tile(SAME[:1], (12, 1)), np.tile(SAME[:1], (12, 1))),
-    "two pairs": (unit_rows((2, 3)), unit_rows((2, 3), seed=1)),
-}
-
-
-@pytest.mark.parametrize("tile", [None, 1, 5])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.02, 0.001])
-@pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_the_reference(
-    case: str, temperature: float, symmetric: bool, tile: int | None
-) -> None:
-    query, positive = CASES[case]
-    expected = reference(query, positive, temperature, symmetric)
-    loss = ContrastiveLoss(temperature, symmetric, tile=tile)
-    value, gradients = with_gradients(loss, query, positive)
-    assert value == pytest.approx(expected.loss, rel=tolerance(temperature), abs=UNDERFLOW)
-    for got, want in zip(gradients, (expected.query, expected.positive), strict=True):
-        atol = tolerance(temperature) * expected.size + UNDERFLOW
-        np.testing.assert_allclose(got, want, rtol=0, atol=atol)
-
-
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("dims", [None, (DIM,), (2, 5, DIM)], ids=str)
-def test_every_combination_is_that_of_the_reference(
-    dims: tuple[int, ...] | None,
-    hard: bool,
-    masked: bool,
-    label_smoothing: float,
-    symmetric: bool,
-    tile: int | None,
+@pytest.mark.parametrize("everything", [False, True], ids=["", "masked, smoothed, hard"])
+@pytest.mark.parametrize("dims", [(DIM,), (2, 5, DIM)], ids=str)
+def test_starts_of_vectors_have_the_loss_of_the_reference(
+    dims: tuple[int, ...], everything: bool, symmetric: bool, tile: int | None
 ) -> None:
-    vectors = (QUERY, POSITIVE, NEGATIVES) if hard else (QUERY, POSITIVE)
-    ids = {"positive_ids": IDS} if masked else {}
-    if masked and hard:
-        ids["negative_ids"] = NEGATIVE_IDS
-    options = {
-        "negatives": NEGATIVES if hard else None,
-        "ids": ids.get("positive_ids"),
-        "negative_ids": ids.get("negative_ids"),
-        "label_smoothing": label_smoothing,
-    }
-    if dims is None:
-        expected = reference(QUERY, POSITIVE, 0.07, symmetric, **options)
-    else:
-        expected = of_starts(dims, QUERY, POSITIVE, 0.07, symmetric, **options)
+    """Whole vectors, with all of these options: tests/fuzz/test_losses.py."""
+    vectors, ids, options = (QUERY, POSITIVE), {}, {}
+    if everything:
+        vectors = (QUERY, POSITIVE, NEGATIVES)
+        ids = {"positive_ids": IDS, "negative_ids": NEGATIVE_IDS}
+        options = {"negatives": NEGATIVES, "ids": IDS, "negative_ids": NEGATIVE_IDS}
+        options["label_smoothing"] = 0.2
+    expected = of_starts(dims, QUERY, POSITIVE, 0.07, symmetric, **options)
     loss = ContrastiveLoss(
         0.07,
         symmetric,
         learnable_temperature=True,
-        label_smoothing=label_smoothing,
+        label_smoothing=0.2 if everything else 0.0,
         tile=tile,
-        mask_false_negatives=masked,
-        normalize=dims is not None,
-        matryoshka_dims=dims[::-1] if dims and len(dims) > 1 else None,
+        mask_false_negatives=everything,
+        normalize=True,
+        matryoshka_dims=dims[::-1] if len(dims) > 1 else None,
     )
     value, gradients = with_gradients(loss, *vectors, **ids)
     assert value == pytest.approx(expected.loss, rel=tolerance(0.07))
@@ -192,7 +149,7 @@ def test_tiles_normalize_as_paddle_does(hard: bool) -> None:
 
 @pytest.mark.skipif(not _memory.can_reset_peak(), reason="Paddle 2.6 cannot restart a peak")
 def test_tiles_normalize_without_a_copy() -> None:
-    tensors = [paddle.to_tensor(unit_rows((2048, 64), s), stop_gradient=False) for s in (0, 1)]
+    tensors = [paddle.to_tensor(unit_rows((1024, 128), s), stop_gradient=False) for s in (0, 1)]
     both = 2 * tensors[0].numpy().nbytes
     for normalize in (False, True):
         for one in tensors:
@@ -532,27 +489,6 @@ def test_the_encoder_may_use_the_learned_scale_too(tile: int | None, start: floa
     np.testing.assert_allclose(found[0], linear.weight.grad.numpy(), rtol=1e-4, atol=1e-4)
     wanted = by_encoder.grad.item() + by_loss.grad.item()
     assert found[1] == pytest.approx(wanted, rel=1e-3, abs=1e-4)
-
-
-def test_steps_at_the_limit_are_those_of_a_parameter_that_is_clipped_in_the_forward() -> None:
-    """With momentum, which a parameter that wandered off would feel for long."""
-    found = []
-    for by_hand in (False, True):
-        loss = ContrastiveLoss(0.0105, learnable_temperature=True)
-        optimizer = paddle.optimizer.Adam(0.05, parameters=loss.parameters())
-        values = []
-        for step in range(12):
-            if by_hand:
-                with paddle.no_grad():
-                    loss.logit_scale.clip_(max=math.log(100.0))
-            turned = QUERY if step < 8 else -QUERY
-            value = loss(paddle.to_tensor(turned), paddle.to_tensor(QUERY))
-            value.backward()
-            optimizer.step()
-            optimizer.clear_grad()
-            values.append(value.item())
-        found.append(values)
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("temperature", [0.5, np.float32(0.5)])
