@@ -25,7 +25,7 @@ three = pytest.mark.skipif(selected.is_selected(), reason="there are two simulat
 @pytest.mark.parametrize(
     ("num_ranks", "every"),
     [
-        (2, 23),
+        (2, 47),
         pytest.param(3, 197, marks=three),
         pytest.param(2, 1, marks=pytest.mark.matrix),
         pytest.param(3, 7, marks=[three, pytest.mark.matrix]),
