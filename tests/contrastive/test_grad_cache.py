@@ -122,18 +122,6 @@ def test_more_heads_than_one() -> None:
     assert unused.weight.grad is None, "not zeros"
 
 
-def test_the_loss_is_returned_unscaled() -> None:
-    encoder, query, positive = make(1), texts(1), texts(2)
-    cache = GradCache(encoder, criterion, chunk_size=8)
-    paddle.seed(3)
-    loss = cache.backward(query, positive)
-    plain = gradients(encoder)
-    paddle.seed(3)
-    scaled_loss = cache.backward(query, positive, loss_scale=paddle.full([], 1024.0))
-    assert loss.item() == scaled_loss.item()
-    assert same_bits([one / 1024 for one in gradients(encoder)], plain)  # a power of two is exact
-
-
 def test_more_inputs_go_through_the_second_encoder_and_arguments_to_the_loss() -> None:
     encoders = make(2)
     inputs = texts(1), texts(2), texts(3, rows=11)

@@ -267,7 +267,8 @@ test_on_two_ranks = each_on_ranks(
 )
 
 
-def check_on_three_ranks() -> None:
+def check_start_values_of_groups() -> None:
+    """On three ranks: test_groups.py."""
     group = dist.new_group([0, 1])
     model = made()
     if dist.get_rank() == 2:
@@ -289,11 +290,6 @@ def check_on_three_ranks() -> None:
         else:
             stepped(second, model)
         barrier()
-
-
-@pytest.mark.skipif(selected.is_selected(), reason="there are two simulated devices")
-def test_three_ranks() -> None:
-    run_ranks(check_on_three_ranks, 3)
 
 
 def one_forward_more() -> float:
