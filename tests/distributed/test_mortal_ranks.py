@@ -109,8 +109,8 @@ def end_early() -> None:
 def fail_and_linger() -> None:
     """Rank 1 fails, and its process lives for two seconds more."""
     barrier()
+    paddle.slow_end = SlowEnd(2.0 * dist.get_rank())
     if dist.get_rank() == 1:
-        paddle.slow_end = SlowEnd(2.0)
         raise ValueError("a file is missing")
     barrier()
 
@@ -195,11 +195,15 @@ def test_the_other_rank_ends_in_error_and_names_the_rank_and_the_step(
 def test_rank_0_that_fails_ends_after_the_others() -> None:
     """Paddle's store is in it, and aborts when a rank hangs up while the process is torn down."""
     with MortalRanks(fail_and_linger) as ranks:
-        ranks.end_of(1, within=90)
-        assert ranks.is_alive(0)
+        _, output_of_1 = ranks.end_of(1, within=90)
         code, output = ranks.end_of(0, within=30)
     assert code == 1, output
+    assert _end_time(output_of_1) < _end_time(output)
     assert f"PeerError: rank 1 on {socket.gethostname()} failed" in output
+
+
+def _end_time(output: str) -> float:
+    return float(re.findall(r"ended at (\S+)", output)[-1])
 
 
 def test_a_failed_rank_that_is_told_to_end_shows_its_error_alone() -> None:

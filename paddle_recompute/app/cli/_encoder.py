@@ -183,11 +183,6 @@ def evaluate(
         type=click.FloatRange(0, 2),
         help="Score at most that of the positive minus this share of it.",
     ),
-    click.option(
-        "--faiss",
-        metavar="FACTORY",
-        help="Candidates from an index of faiss: Flat, IVF256,Flat;nprobe=16 or HNSW32.",
-    ),
     _batch_size,
     interrupted=_AGAIN,
 )
@@ -198,7 +193,6 @@ def mine(
     output: str,
     ranks: str,
     batch_size: int,
-    faiss: str | None,
     **options: Any,
 ) -> None:
     """Find hard negatives for pairs.
@@ -206,9 +200,9 @@ def mine(
     For example: paddle-recompute mine --model outputs/run --pairs pairs.tsv --pool texts.txt
     --output mined.jsonl --margin 0.05
 
-    Writes --pairs with texts of --pool as negatives. The search is exact, unless --faiss is given;
-    then its recall is printed. After an interruption, run the same command again: it continues
-    where it stopped. The last line on standard output is a record, one JSON object.
+    Writes --pairs with texts of --pool as negatives; the search is exact. After an interruption,
+    run the same command again: it continues where it stopped. The last line on standard output is a
+    record, one JSON object.
     """
     first, colon, last = ranks.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal()):
@@ -225,7 +219,6 @@ def mine(
             output,
             MiningOptions(first_rank=int(first), last_rank=int(last), **options),
             batch_size=batch_size,
-            faiss=faiss,
             progress=lambda what, done, total: show(done, total, what),
         )
     _show("mine", {**record, "output": output})

@@ -30,6 +30,7 @@ from paddle_recompute.app.trainer.step import (
 )
 from paddle_recompute.distributed import is_distributed, reduce_numbers
 from paddle_recompute.errors import PlanError, SelectionError
+from paddle_recompute.options import AUTO
 from paddle_recompute.planner import (
     PLAIN,
     WHOLE,
@@ -37,6 +38,7 @@ from paddle_recompute.planner import (
     RecomputePlan,
     StepCosts,
     choices_of_policy,
+    make_plan,
     measure_costs,
     simulate,
     uniform,
@@ -226,10 +228,34 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
         optimizer_ranks=config.world_size if config.strategy.sharding else 1,
         extra_bytes=extra_bytes,
         keeps_gradients=k_steps > 1,
-        checkpoints=config.recompute.checkpoints,
+        checkpoints=_of_every_encoder(config, config.recompute.checkpoints),
         autocast=lambda: _autocast(config),
         preserve_rng_state=config.recompute.preserve_rng_state,
-        keep=config.recompute.keep,
+        keep=_of_every_encoder(config, config.recompute.keep),
+    )
+
+
+def _of_every_encoder(config: Config, patterns: list[str]) -> list[str]:
+    """`patterns` over the names of an encoder, as patterns over those of the model."""
+    prefix = "" if config.model.towers == "shared" or patterns == [AUTO] else "*."
+    return [prefix + pattern for pattern in patterns]
+
+
+def plan_of(job: Job, costs: StepCosts, budget: int, *, or_smallest: bool = False) -> RecomputePlan:
+    """The plan of the step `job`, which has the `costs`; see `make_plan`.
+
+    Raises:
+        PlanError: Nothing stays within `budget` bytes.
+    """
+    assert job.checkpoints is not None
+    return make_plan(
+        costs,
+        budget,
+        signature=job.signature(),
+        checkpoints=tuple(job.checkpoints),
+        preserve_rng_state=job.preserve_rng_state,
+        keep=tuple(job.keep),
+        or_smallest=or_smallest,
     )
 
 

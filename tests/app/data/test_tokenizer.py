@@ -94,12 +94,6 @@ def test_every_text_becomes_a_row_with_one_beginning_and_one_end(
         assert set(row[length:]) <= {PAD}
 
 
-def test_special_tokens_in_a_text_are_text(tokenizer: PairTokenizer) -> None:
-    row = tokenizer.encode([f"cat {' '.join(SPECIAL_TOKENS)} cat ##n"], 99)[0].tolist()
-    assert PAD not in row
-    assert (row.count(CLS), row.count(SEP)) == (1, 1)
-
-
 def test_same_texts_give_the_same_file(tmp_path: Path) -> None:
     """Without care no two trainings agree, not even in one process."""
     texts = [
@@ -223,31 +217,25 @@ def test_the_settings_beside_a_vocab_txt_are_taken(
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("entries", "config", "message"),
     [
-        ('{"do_lower_case": "false"}', "do_lower_case is 'false'; allowed are true, false and"),
-        ('{"do_lower_case": fal', "cannot be read"),
+        (
+            ENTRIES,
+            '{"do_lower_case": "false"}',
+            "tokenizer_config.json: do_lower_case is 'false'",
+        ),
+        (ENTRIES, '{"do_lower_case": fal', "tokenizer_config.json: cannot be read"),
+        (ENTRIES[1:], None, r"vocab.txt: not a vocab.txt .* has the entries \[PAD\]"),
+        ([*ENTRIES, "cat\t4"], None, r"vocab.txt: not a vocab.txt .two entries have one id"),
+        ([*ENTRIES, "cat\t-4"], None, r"vocab.txt: not a vocab.txt .a line is not entry<TAB>id"),
+        (["a", *ENTRIES], None, r".* has \('\[PAD\]', 1\); the padding must be the entry 0"),
     ],
 )
-def test_bad_settings_beside_a_vocab_txt_are_refused(
-    config: str, message: str, tmp_path: Path
+def test_bad_vocabularies_and_settings_beside_them_are_refused(
+    entries: list[str], config: str | None, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=rf"^{tmp_path}/tokenizer_config.json: {message}"):
-        load_tokenizer(vocabulary(tmp_path, ENTRIES, config))
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        (ENTRIES[1:], r"vocab.txt: not a vocab.txt .* has the entries \[PAD\]"),
-        ([*ENTRIES, "cat\t4"], r"vocab.txt: not a vocab.txt .two entries have one id"),
-        ([*ENTRIES, "cat\t-4"], r"vocab.txt: not a vocab.txt .a line is not entry<TAB>id"),
-        (["a", *ENTRIES], r"has \('\[PAD\]', 1\); the padding must be the entry 0"),
-    ],
-)
-def test_bad_vocabularies_are_refused(entries: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        load_tokenizer(vocabulary(tmp_path, entries))
+    with pytest.raises(DataError, match=rf"^{tmp_path}/{message}"):
+        load_tokenizer(vocabulary(tmp_path, entries, config))
 
 
 def test_a_tokenizer_that_cannot_read_every_text_is_refused(tmp_path: Path) -> None:
@@ -362,12 +350,6 @@ def test_a_text_becomes_what_tokenizers_makes_of_it(
     for literal in ("[CLS]", "[SEP]", "[PAD]", "<s>", "</s>", "<pad>"):
         inside = tokenizer.encode([f"cat {literal} cat"], 99)[0].tolist()
         assert sum(inside.count(one) for one in {*around, pad_id}) == len(around)
-
-
-def test_the_padding_must_be_that_of_the_model(tmp_path: Path) -> None:
-    byte_pairs().save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"has \('<pad>', 1\); the padding must be the entry 0"):
-        load_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_added_tokens_beside_a_vocab_txt(tmp_path: Path) -> None:

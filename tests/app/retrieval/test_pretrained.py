@@ -7,9 +7,7 @@ The comparison with `transformers` needs PyTorch, in an environment without Padd
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,10 +36,9 @@ from tests.app.commands import command
 from tests.app.retrieval.make_models import CASES
 from tests.app.retrieval.pretrained import KINDS, add_modules, make_folder, model_of
 from tests.app.retrieval.test_hugging_face import (
-    TORCH_PYTHON,
     needs_converter,
     needs_torch,
-    with_transformers,
+    run_torch,
 )
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
@@ -86,8 +83,10 @@ def test_a_folder_has_the_vectors_of_its_model(kind: str, tmp_path: Path) -> Non
     assert abs(vectors - vectors.mean(axis=0)).max() > 0.1  # texts get different vectors
 
 
-@pytest.mark.parametrize("pooling", ["first", "mean", "max", "last"])
-@pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "pooling"),
+    [("bert", "mean"), ("roberta", "max"), ("mpnet", "first"), ("qwen3", "last")],
+)
 def test_padding_before_a_text_changes_nothing(kind: str, pooling: str, tmp_path: Path) -> None:
     model, ids = make_folder(tmp_path, kind, pooling=pooling), ids_of(kind)
     lengths = (ids != model.pad_token_id).sum(axis=1)
@@ -186,25 +185,6 @@ def test_every_folder_of_a_run_and_what_it_exports(tmp_path: Path) -> None:
         assert (encoder.max_query_tokens, encoder.max_positive_tokens) == (10, 12)
     with pytest.raises(CheckpointError, match=r"no trained model; .* no config\.json"):
         load_encoder(tmp_path)
-
-
-def test_commands_take_a_pretrained_model(tmp_path: Path) -> None:
-    """Without any training: evaluate, encode, search, mine, export."""
-    folder = tmp_path / "hf"
-    make_folder(folder)
-    pairs = tmp_path / "pairs.tsv"
-    pairs.write_text("".join(f"{one}\t{one} cloud\n" for one in texts(30)))
-    pool = tmp_path / "pool.txt"
-    pool.write_text("\n".join(texts(30)))
-    made = command("evaluate", "--model", folder, "--data", pairs, "--json")
-    assert json.loads(made.stdout.splitlines()[-1])["step"] == 0
-    command("encode", "--model", folder, "--output", tmp_path / "pool.npy", pool)
-    assert (
-        "1.0000  cat big" in command("search", "--index", tmp_path / "pool.npy", "cat big").output
-    )
-    mined = tmp_path / "mined.jsonl"
-    command("mine", "--model", folder, "--pairs", pairs, "--pool", pool, "--output", mined)
-    command("export", "--model", folder, "--format", "inference", "--output", tmp_path / "served")
 
 
 def test_init_writes_a_configuration_that_trains(tmp_path: Path) -> None:
@@ -434,19 +414,7 @@ LONG = "the river and the stone and the tree " * 40
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Folders of all architectures, and their vectors."""
     folder = tmp_path_factory.mktemp("theirs")
-    return folder, run_torch("make", folder, texts=[*TEXTS, LONG])
-
-
-def run_torch(*arguments: str | Path, texts: list[str]) -> dict[str, Any]:
-    script = Path(__file__).with_name("make_models.py")
-    run = subprocess.run(
-        [TORCH_PYTHON, str(script), *map(str, arguments)],
-        input=json.dumps(texts), env={**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
+    return folder, run_torch("make_models.py", "make", folder, given=[*TEXTS, LONG])
 
 
 @pytest.mark.timeout(600)
@@ -463,7 +431,7 @@ def test_the_vectors_of_sentence_transformers(theirs: tuple[Path, dict[str, Any]
             print(f"{name}, {side}: largest difference {difference:.2g}")
             assert difference < TOLERANCE
         write_hugging_face(encoder, folder / "written" / name)
-    written = run_torch("encode", folder / "written", texts=given)
+    written = run_torch("make_models.py", "encode", folder / "written", given=given)
     for name in CASES:
         difference = abs(np.array(written[name]) - np.array(made[name]["document"])).max()
         print(f"{name}, written: largest difference {difference:.2g}")
@@ -479,7 +447,7 @@ def test_onnxruntime_has_the_vectors_of_mpnet(
     """Whose positions paddle2onnx gives a wrong shape, which onnxruntime believes."""
     encoder = load_encoder(theirs[0] / "mpnet")
     write_onnx(encoder, tmp_path / "served")
-    found = with_transformers("onnx", tmp_path / "served", given=TEXTS)
+    found = run_torch("with_transformers.py", "onnx", tmp_path / "served", given=TEXTS)
     assert list(found["inputs"]) == ["input_ids", "attention_mask"]
     difference = abs(np.array(found["sentence_embedding"]) - encode_texts(encoder, TEXTS)).max()
     assert difference < TOLERANCE

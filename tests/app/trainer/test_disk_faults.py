@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import subprocess
@@ -49,15 +48,6 @@ def test_a_full_disk_at_a_checkpoint_and_at_the_start(folder: Path, small_disk: 
     fill(small_disk)
     with pytest.raises(ConfigError, match=r"train\.output_dir: .*\(No space left on device\)"):
         Trainer(tiny(folder, train__output_dir=str(small_disk / "other"))).run()
-
-
-def test_a_folder_that_is_read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
-    with pytest.raises(ConfigError, match=r"cannot be made, or written to \(Read-only file sys"):
-        Trainer(tiny(folder)).run()
 
 
 def test_a_folder_that_is_removed_during_the_run(

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from paddle_recompute.app.encoder import build_model
-from paddle_recompute.app.retrieval import load_encoder, write_hugging_face
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.weights import convert_weights, save_weights
 from tests.app.trainer.test_trainer import tiny
-from tests.app.trainer.trained_run import make_run
 
 ENTRIES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrst"]
 
@@ -38,15 +36,3 @@ def test_they_train_with_their_own_vocabulary_only(folder: Path) -> None:
     own = {**short, "model__init_from": str(folder / "ours.safetensors"), "train__overwrite": True}
     with pytest.raises(ConfigError, match=r"has no tokenizer.json or vocab.txt beside it"):
         Trainer(tiny(folder, **own)).run()  # ours belong to a vocabulary, too
-
-
-def test_the_tokenizer_is_taken_from_the_folder_of_the_weights(folder: Path) -> None:
-    make_run(folder)
-    theirs = folder / "hf"
-    write_hugging_face(load_encoder(folder / "run"), theirs)
-    short = {"train__max_steps": 1, "train__eval_before": False, "train__overwrite": True}
-    config = tiny(folder, model__init_from=str(theirs), **short)
-    assert any(f"{theirs / 'tokenizer.json'} has its own" in one for one in config.without_effect())
-    assert Trainer(config).run()["steps"] == 1
-    kept = find_checkpoint(folder / "run" / "checkpoint").tokenizer_file
-    assert kept.read_bytes() == (theirs / "tokenizer.json").read_bytes()
