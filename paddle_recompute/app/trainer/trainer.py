@@ -130,6 +130,7 @@ class Trainer:
             CheckpointError: There is no checkpoint to resume from, or it is of another model or of
                 other data.
             DependencyError: Bokeh, or a board of ``train.log_to``, is not installed.
+            OutOfMemoryError: A step of several ranks does not fit; the next start has another plan.
             StoppedError: SIGTERM or SIGINT reached a rank; all ranks have ended their step, and it
                 is saved.
             DivergenceError: The loss or the gradient is not finite (in float16: also after the loss
@@ -292,7 +293,7 @@ class Trainer:
             )
         schedule = schedule_of(config, total)
         step = build_step(config, objective, model, schedule, data.tokenizer.vocab_size, plan)
-        steps = PlannedSteps(config, step, plan, rank)
+        steps = PlannedSteps(config, step, plan, model, rank=rank, replaced=self._replan)
         compiled = compile_as_configured(config, model, step)
         if compiled is not None:
             say(f"The model is {compiled}")
@@ -330,6 +331,11 @@ class Trainer:
             plan.save(self._folder / PLAN)
         barrier()
         return run
+
+    def _replan(self, plan: RecomputePlan, why: str) -> None:
+        if self._rank == 0:
+            plan.save(self._folder / PLAN)
+        self._events.say(f"{why} with another {plan}")
 
     def _record(self, run: Run) -> dict[str, Any]:
         """The final record."""
