@@ -125,8 +125,8 @@ def test_checkpoint_on_machine_0_only(
 ) -> None:
     put(alone / "checkpoint" / "step-2", machines[0])
     text = (
-        "the newest checkpoints are not the same on all ranks: step 2 on rank 0 (alpha), none on "
-        "rank 1 (beta). Every rank reads the checkpoint: copy its folder"
+        "no checkpoint is on all ranks; the newest are step 2 on rank 0 (alpha), none on rank 1 "
+        "(beta). Every rank reads the checkpoint: copy its folder"
     )
     shown(fleetrun(machines, "train.resume=true"), 2, (0, text), (1, text))
 
