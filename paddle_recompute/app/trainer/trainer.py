@@ -40,6 +40,7 @@ from paddle_recompute.app.trainer.divergence import check_weights, without_gain
 from paddle_recompute.app.trainer.evaluation import Evaluation
 from paddle_recompute.app.trainer.events import Events, data_figures, environment
 from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, train
+from paddle_recompute.app.trainer.network import NetworkLimit
 from paddle_recompute.app.trainer.recorder import Recorder
 from paddle_recompute.app.trainer.resume import (
     Resume,
@@ -180,6 +181,7 @@ class Trainer:
             self._events,
             evaluate,
             Recorder(),
+            NetworkLimit(self._events.say),
             checkpoints,
             *self._boards,
             *self._callbacks,
