@@ -47,6 +47,10 @@ class PlanError(PaddleRecomputeError, ValueError):
     """No plan keeps within the memory budget, or the step cannot be measured or planned."""
 
 
+class OutOfMemoryError(PaddleRecomputeError, MemoryError):
+    """A step of several ranks ran out of memory; the next start goes on with a smaller plan."""
+
+
 class SyncError(PaddleRecomputeError, RuntimeError):
     """The ranks differ in what they synchronize, or synchronization failed."""
 

@@ -98,13 +98,16 @@ class Checkpoint:
         return state
 
 
-def find_checkpoint(folder: Path, *, tell: Callable[[str], None] | None = None) -> Checkpoint:
+def find_checkpoint(
+    folder: Path, *, at_most: int | None = None, tell: Callable[[str], None] | None = None
+) -> Checkpoint:
     """The newest undamaged checkpoint in `folder`. Reads all its bytes.
 
     A complete checkpoint under another name, which a killed run has left, counts too.
 
     Args:
         folder: The folder of all checkpoints of a run.
+        at_most: The largest step to consider; None: all of them.
         tell: Called with a message for each damaged checkpoint that is skipped.
 
     Raises:
@@ -112,7 +115,9 @@ def find_checkpoint(folder: Path, *, tell: Callable[[str], None] | None = None) 
         CheckpointError: All checkpoints are damaged. The message is about the newest.
     """
     faults: list[str] = []
-    for _, candidate in checkpoints_in(folder):
+    for step, candidate in checkpoints_in(folder):
+        if at_most is not None and step > at_most:
+            continue
         try:
             found = open_checkpoint(candidate)
         except CheckpointError as error:

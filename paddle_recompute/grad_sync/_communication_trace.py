@@ -43,3 +43,15 @@ class CommunicationTrace:
     backward_ended: float
     ended: float
     buckets: tuple[BucketTimes, ...]
+
+    @property
+    def exposed(self) -> float | None:
+        """Seconds after the backward in which buckets were on their way, without the waiting for a
+        rank that computes longer; None where the host does not see that (NCCL, mode ``fleet``).
+        """
+        total = 0.0
+        for bucket in self.buckets:
+            if bucket.started is None or bucket.ended is None:
+                return None
+            total += max(0.0, bucket.ended - max(bucket.started, self.backward_ended))
+        return total if self.buckets else None

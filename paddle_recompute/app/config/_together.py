@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paddle_recompute.options import NOT_IN_A_PROGRAM, Rule, apart
+from paddle_recompute.options import NOT_IN_A_PROGRAM, Rule, apart, needs
 
 _AMP = "strategy.amp=true"
 _O2 = "strategy.amp_configs.level=O2"
@@ -48,6 +48,7 @@ WHAT_GOES_TOGETHER = (
             "a Program alone joins sublayers; set policy: all or every_n, or name other sublayers "
             "in recompute.checkpoints",
         ),
+        ("mode=static", "train.on_oom", "a Program may have updated some of the parameters"),
         (
             f"mode=dygraph & {_AMP}",
             "strategy.amp_configs.custom_black_varnames strategy.amp_configs.use_fp16_guard "
@@ -92,4 +93,6 @@ WHAT_GOES_TOGETHER = (
         ("contrastive.chunk_tokens", _K_STEPS, _SEPARATE),
         ("contrastive.memory_budget", _K_STEPS, _SEPARATE),
     ),
+    *needs("recompute.policy=budget", "train.on_oom"),
+    *needs("recompute.enable=true", "train.on_oom"),
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -36,6 +35,9 @@ class TrainConfig(Section):
         output_dir: Folder for checkpoints, metrics and report.
         log_to: Boards that get the metrics too; each needs the extra of its name.
         log_every: Optimizer steps between metrics records.
+        on_oom: When a step runs out of memory; replan, with recompute.policy: budget in dygraph:
+            reserve 5 % more and plan again; one process repeats the step, several ranks end and go
+            on with that plan when they are started again; stop: end the run.
         save_every: Optimizer steps between checkpoints; None: one checkpoint, at the end.
         keep: Checkpoints that stay, the newest ones.
         resume: True: continue from the newest checkpoint in output_dir/checkpoint; every rank must
@@ -69,10 +71,6 @@ class TrainConfig(Section):
         *apart("resume=true", "overwrite", because="it removes the run to go on with"),
     )
 
-    refused_keys: ClassVar[Mapping[str, str]] = {
-        "on_oom": "was removed: a step that runs out of memory ends the run; delete the line"
-    }
-
     max_steps: Count | None = None
     num_epochs: Count | None = None
     learning_rate: float = Field(gt=0, description="peak learning rate of AdamW")
@@ -85,6 +83,7 @@ class TrainConfig(Section):
     output_dir: UserPath = Path("outputs")
     log_to: list[Literal["visualdl", "tensorboard", "wandb"]] = Field(default_factory=list)
     log_every: Count = 10
+    on_oom: Literal["stop", "replan"] = "stop"
     save_every: Count | None = None
     keep: Count = 2
     resume: bool | Literal["auto"] = False

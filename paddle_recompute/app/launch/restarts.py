@@ -25,6 +25,7 @@ from paddle_recompute.app.launch.launcher import (
 )
 from paddle_recompute.distributed import connected_early
 from paddle_recompute.errors import (
+    OutOfMemoryError,
     PaddleRecomputeError,
     PeerError,
     StoppedError,
@@ -83,7 +84,7 @@ def errors_in_one_paragraph(debug: bool, interrupted: str) -> Iterator[None]:
         code, of_rank = REFUSED, ""
         if isinstance(error, RankFailedError) and error.code not in OF_LIBRARY:
             code = 1
-        elif is_launched() and isinstance(error, PeerError):
+        elif is_launched() and isinstance(error, (PeerError, OutOfMemoryError)):
             code = AGAIN
         if (client := connected_early()) is not None:
             client.fail(error)

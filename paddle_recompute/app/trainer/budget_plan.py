@@ -3,19 +3,28 @@
 The calls are measured in dygraph. Then whole steps of the run's mode are measured under the plan.
 If they take more than predicted, the difference is added to the bytes that the step always holds,
 and the plan is made again.
+
+With ``train.on_oom: replan``, a step that runs out of memory is planned again. A single process
+drops the gradients, makes the smaller plan and repeats the batch: the parameters were not updated,
+so the losses are those of a run that had the plan from the start, to the bit. Of several ranks none
+goes on after another has failed; the smaller plan is written beside the checkpoints, and the next
+start of the run takes it.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 
+from paddle_recompute._files import read_json, write_text
 from paddle_recompute._paddle import memory as _memory
+from paddle_recompute._run_folder import CHECKPOINTS, PLAN
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.trainer.peak_memory import (
     job_of,
@@ -25,8 +34,8 @@ from paddle_recompute.app.trainer.peak_memory import (
     plan_of,
 )
 from paddle_recompute.app.trainer.step import Batch, Chunks
-from paddle_recompute.distributed import values_of_ranks
-from paddle_recompute.errors import ConfigError, PlanError
+from paddle_recompute.distributed import is_distributed, values_of_ranks
+from paddle_recompute.errors import CheckpointError, ConfigError, OutOfMemoryError, PlanError
 from paddle_recompute.planner import (
     RecomputePlan,
     StepCosts,
@@ -47,7 +56,8 @@ def make_budget_plan(
 ) -> tuple[RecomputePlan, int, int]:
     """The plan, the predicted peak without recompute, and its own peak, in bytes.
 
-    All ranks call it. The last peak is measured.
+    All ranks call it. The last peak is measured, but predicted for a plan that was made while a
+    run went on.
 
     Args:
         config: Of the run.
@@ -99,16 +109,28 @@ def check_agreed(plan: RecomputePlan) -> None:
 
 
 def earlier_plan(config: Config, saved: dict[str, Any] | None) -> RecomputePlan | None:
-    """The plan that the run had; None if a new one is to be made: there was none, or what it was
-    measured for has changed.
+    """The plan that the run had, or the smaller one that was written when a step ran out of memory;
+    None if a new one is to be made: there was none, or what it was measured for has changed.
 
     Args:
         config: Of the run.
         saved: ``plan``, ``config`` and ``world_size`` of the checkpoint that the run goes on from.
+
+    Raises:
+        CheckpointError: The file with the smaller plan is damaged.
     """
-    if saved is None or not saved.get("plan") or not _fits(config, saved):
-        return None
-    return RecomputePlan.from_dict(saved["plan"])
+    states = [saved] if saved is not None else []
+    smaller = _smaller_plan_file(config)
+    try:
+        states.append(read_json(smaller))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{smaller}: cannot be read ({error}); remove it") from error
+    found = [state["plan"] for state in states if state.get("plan") and _fits(config, state)]
+    everywhere = values_of_ranks(found, "the plans of the run")
+    plans = [RecomputePlan.from_dict(saved) for found in everywhere for saved in found]
+    return max(plans, key=lambda plan: plan.costs.excess, default=None)
 
 
 def _fits(config: Config, state: dict[str, Any]) -> bool:
@@ -120,40 +142,106 @@ def _fits(config: Config, state: dict[str, Any]) -> bool:
     )
 
 
-@dataclass
+def write_smaller_plan(config: Config, plan: RecomputePlan) -> Path:
+    """Write the plan that the next start takes (`earlier_plan`); returns the file."""
+    path = _smaller_plan_file(config)
+    saved = {"world_size": config.world_size, "config": config.to_dict(), "plan": plan.to_dict()}
+    write_text(path, json.dumps(saved) + "\n", alone=True)
+    return path
+
+
+def _smaller_plan_file(config: Config) -> Path:
+    return config.train.output_dir / CHECKPOINTS / PLAN
+
+
+RESERVED_AGAIN = 0.05
+"""Part of the budget that is reserved more after a step ran out of memory."""
+
+
 class PlannedSteps:
     """Runs the steps of a run. All ranks call it together.
 
-    Attributes:
+    Args:
         config: Of the run.
         step: One optimizer step. In dygraph the model is under the plan already.
-        plan: What is recomputed; None: the run has no plan.
+        plan: What is recomputed; None: the run has no plan, and steps are only run.
+        model: The encoder.
         rank: Of this process.
+        replaced: Called with another plan and the reason for it.
+
+    Attributes:
+        step: The step.
+        plan: The plan.
     """
 
-    config: Config
-    step: Step
-    plan: RecomputePlan | None
-    rank: int
+    def __init__(
+        self,
+        config: Config,
+        step: Step,
+        plan: RecomputePlan | None,
+        model: paddle.nn.Layer,
+        *,
+        rank: int,
+        replaced: Callable[[RecomputePlan, str], None],
+    ) -> None:
+        self.step, self.plan = step, plan
+        self._config, self._model, self._rank = config, model, rank
+        self._replaced = replaced
 
     def __call__(self, micro_batches: list[Batch], number: int) -> StepResult:
-        """Run step `number` with its own random stream.
+        """Run step `number` with its own random stream; where memory ends, with a smaller plan.
 
         Raises:
-            ConfigError: The step ran out of memory.
+            ConfigError: The step ran out of memory, and the run does not plan again.
+            OutOfMemoryError: It did on one of several ranks; their next start has another plan.
         """
-        paddle.seed(step_seed(self.config.train.seed, number, self.rank))
-        try:
-            return self.step(micro_batches)
-        except MemoryError as error:
+        while True:
+            paddle.seed(step_seed(self._config.train.seed, number, self._rank))
+            try:
+                return self.step(micro_batches)
+            except MemoryError as error:
+                plan = self._smaller_plan(error, number)
+                error.__traceback__ = error.__cause__ = error.__context__ = None  # they hold graphs
+            self._replace(plan, f"Step {number} ran out of memory and is repeated")
+
+    def _smaller_plan(self, error: MemoryError, number: int) -> RecomputePlan:
+        """The plan with which a single process repeats step `number`."""
+        if self.plan is None or self._config.train.on_oom != "replan":
             held = _memory.format_bytes(_memory.current_bytes()) if _memory.is_counted() else "?"
             advice = (
-                "go on from the last checkpoint with a lower recompute.memory_budget"
+                "set train.on_oom: replan, or lower recompute.memory_budget"
                 if self.plan is not None
                 else "set recompute.policy: budget with recompute.memory_budget at what the device "
                 f"has to give (Paddle holds {held} now), which finds what must be recomputed"
             )
             raise ConfigError(f"step {number} ran out of memory ({error}); {advice}") from error
+        if not is_distributed() and getattr(self.step, "is_updating", False):
+            raise ConfigError(
+                f"step {number} ran out of memory in the optimizer's update, so the parameters are "
+                "half updated: continue from the last checkpoint with train.resume=true and a "
+                "lower recompute.memory_budget"
+            ) from error
+        smaller = self.plan.recalibrated(max(1, int(RESERVED_AGAIN * self.plan.memory_budget)))
+        if is_distributed():
+            path = write_smaller_plan(self._config, smaller)
+            raise OutOfMemoryError(
+                f"step {number} ran out of memory ({error}). A smaller plan is in {path}: start "
+                "the run again with train.resume=auto (--max-restart does), and it goes on with "
+                "that plan"
+            ) from error
+        return smaller
+
+    def _replace(self, plan: RecomputePlan, why: str) -> None:
+        for parameter in self._model.parameters():  # what a step that failed has left
+            if parameter.grad is not None:
+                parameter.clear_gradient(False)
+        gc.collect()
+        check_agreed(plan)
+        assert self.plan is not None
+        self.plan.remove(self._model)
+        plan.apply(self._model)
+        self.plan = plan
+        self._replaced(plan, why)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

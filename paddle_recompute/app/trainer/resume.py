@@ -181,32 +181,50 @@ class Resume:
             self._say(f"  changed since: {path} was {old!r}, is {new!r}{instead}")
 
     def _newest_on_all_ranks(self) -> Resumed | None:
-        """As `find`. Every rank looks for itself, and all must find the same."""
-        found: Resumed | None = None
-        fault, is_there = None, True
-        try:
-            checkpoint = find_checkpoint(self._folder, tell=self._say)
-            found = Resumed(checkpoint, RunState.of(checkpoint))
-        except CheckpointError as error:
-            fault, is_there = str(error), not isinstance(error, NoCheckpointError)
-        own = [found and found.step, found and found.checkpoint.digest, fault, is_there]
-        everywhere = values_of_ranks([*own, socket.gethostname()], "the newest checkpoint")
-        if not any(is_there for *_, is_there, _ in everywhere):
-            if self._config.train.resume == "auto":
-                return None
-            raise CheckpointError(str(fault))
-        for rank, (_, _, theirs, is_there, _) in enumerate(everywhere):
-            if theirs is not None and is_there:
-                who = f"rank {rank}: " if fault is None or fault != theirs else ""
-                raise CheckpointError(f"{who}{theirs}")
-        if len({(step, digest) for step, digest, *_ in everywhere}) > 1:
-            newest = _by_step([(step, host) for step, *_, host in everywhere])
-            raise CheckpointError(
-                f"{self._folder}: the newest checkpoints are not the same on all ranks: {newest}. "
-                "Every rank reads the checkpoint: copy its folder to this place on the other "
-                "machines, or name a train.output_dir that all machines share"
-            )
-        return found
+        """As `find`. Every rank looks for itself, and all take the newest that all of them have."""
+        at_most: int | None = None
+        newest = ""
+        while True:
+            found: Resumed | None = None
+            fault, is_there = None, True
+            try:
+                checkpoint = find_checkpoint(self._folder, at_most=at_most, tell=self._say)
+                found = Resumed(checkpoint, RunState.of(checkpoint))
+            except CheckpointError as error:
+                fault, is_there = str(error), not isinstance(error, NoCheckpointError)
+            own = [found and found.step, found and found.checkpoint.digest, fault, is_there]
+            everywhere = values_of_ranks([*own, socket.gethostname()], "the newest checkpoint")
+            steps = [step for step, *_ in everywhere]
+            newest = newest or _by_step([(step, host) for step, *_, host in everywhere])
+            if not any(is_there for *_, is_there, _ in everywhere) and at_most is None:
+                if self._config.train.resume == "auto":
+                    return None
+                raise CheckpointError(str(fault))
+            for rank, (_, _, theirs, is_there, _) in enumerate(everywhere):
+                if theirs is not None and is_there:
+                    who = f"rank {rank}: " if fault is None or fault != theirs else ""
+                    raise CheckpointError(f"{who}{theirs}")
+            if None in steps:
+                raise CheckpointError(
+                    f"{self._folder}: no checkpoint is on all ranks; the newest are {newest}. "
+                    "Every rank reads the checkpoint: copy its folder to this place on the other "
+                    "machines, or name a train.output_dir that all machines share"
+                )
+            if len(set(steps)) > 1:
+                at_most = min(steps)
+                continue
+            if len({digest for _, digest, *_ in everywhere}) > 1:
+                raise CheckpointError(
+                    f"{self._folder}: the ranks read different checkpoints of step {steps[0]}; all "
+                    "machines must share train.output_dir, or have copies of the same"
+                )
+            if at_most is not None:
+                self._say(
+                    f"{self._folder}: the newest checkpoints are {newest}; all ranks go on from "
+                    f"step {steps[0]}. To go on from a later one, stop, and copy its folder to the "
+                    "other machines"
+                )
+            return found
 
     def record_of_ended(self, step: int, total: int) -> dict[str, Any] | None:
         """The final record of a finished run, on every rank; says how it is used.

@@ -40,6 +40,7 @@ from paddle_recompute.app.trainer.divergence import check_weights, without_gain
 from paddle_recompute.app.trainer.evaluation import Evaluation
 from paddle_recompute.app.trainer.events import Events, data_figures, environment
 from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, train
+from paddle_recompute.app.trainer.network import NetworkLimit
 from paddle_recompute.app.trainer.recorder import Recorder
 from paddle_recompute.app.trainer.resume import (
     Resume,
@@ -130,6 +131,7 @@ class Trainer:
             CheckpointError: There is no checkpoint to resume from, or it is of another model or of
                 other data.
             DependencyError: Bokeh, or a board of ``train.log_to``, is not installed.
+            OutOfMemoryError: A step of several ranks does not fit; the next start has another plan.
             StoppedError: SIGTERM or SIGINT reached a rank; all ranks have ended their step, and it
                 is saved.
             DivergenceError: The loss or the gradient is not finite (in float16: also after the loss
@@ -179,6 +181,7 @@ class Trainer:
             self._events,
             evaluate,
             Recorder(),
+            NetworkLimit(self._events.say),
             checkpoints,
             *self._boards,
             *self._callbacks,
@@ -292,7 +295,7 @@ class Trainer:
             )
         schedule = schedule_of(config, total)
         step = build_step(config, objective, model, schedule, data.tokenizer.vocab_size, plan)
-        steps = PlannedSteps(config, step, plan, rank)
+        steps = PlannedSteps(config, step, plan, model, rank=rank, replaced=self._replan)
         compiled = compile_as_configured(config, model, step)
         if compiled is not None:
             say(f"The model is {compiled}")
@@ -330,6 +333,11 @@ class Trainer:
             plan.save(self._folder / PLAN)
         barrier()
         return run
+
+    def _replan(self, plan: RecomputePlan, why: str) -> None:
+        if self._rank == 0:
+            plan.save(self._folder / PLAN)
+        self._events.say(f"{why} with another {plan}")
 
     def _record(self, run: Run) -> dict[str, Any]:
         """The final record."""

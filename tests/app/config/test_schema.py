@@ -142,7 +142,9 @@ FAULTS = {
     "train.patience=2": "has no effect without eval_every; set it",
     "train.best_metric=map": "has no effect without eval_every; set it",
     "recompute.memory_budget=1GiB": "has no effect with policy: all",
-    "train.on_oom=replan": "was removed: a step that runs out of memory ends the run",
+    "train.on_oom=replan": "set recompute.policy: budget",
+    "mode=static; recompute.memory_budget=1GiB; recompute.policy=budget; "
+    "train.on_oom=replan": "may have updated some of the par",
     "launch.num_ranks=3": "contrastive.global_batch: must be a multiple of "
     "launch.num_ranks * launch.num_nodes * k_steps = 3 * 1 * 1 = 3; the nearest are 6 and 9",
     "launch.num_ranks=8; contrastive.negatives=local": "contrastive.global_batch: at least 16",

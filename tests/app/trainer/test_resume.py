@@ -141,7 +141,7 @@ def find_on_ranks(folder: str, resume: Any) -> tuple[Any, str]:
     return found and found.step, "\n".join(said)
 
 
-def test_ranks_have_the_same_newest_checkpoint(finished: Path) -> None:
+def test_ranks_take_the_newest_checkpoint_that_all_of_them_have(finished: Path) -> None:
     Trainer(tiny(finished, train__max_steps=4, train__resume=True)).run()
     for rank in range(2):
         shutil.copytree(finished / "run", finished / f"of{rank}" / "run")
@@ -150,21 +150,28 @@ def test_ranks_have_the_same_newest_checkpoint(finished: Path) -> None:
     def found(resume: Any) -> list[tuple[Any, str]]:
         return run_ranks(find_on_ranks, 2, **there, resume=resume)
 
-    def assert_refused(newest: str) -> None:
-        for taken, said in found("auto"):
-            assert taken == "refused" and "train.resume" not in said
-            assert f"not the same on all ranks: {newest}. " in said
-            assert "copy its folder to this place on the other machines" in said
-
     host = socket.gethostname()
-    for taken, _ in found(True):
-        assert taken == 4
+    for taken, said in found(True):
+        assert taken == 4 and "all ranks go on" not in said
     other = finished / "of1" / "run" / "checkpoint"
     (other / "step-4" / "state.json").write_text("{")
     shutil.copytree(other / "step-4", finished / "damaged")
-    assert_refused(f"step 4 on rank 0 ({host}), step 2 on rank 1 ({host})")
+    for _ in range(2):  # a damaged checkpoint, then none
+        for taken, said in found(True):
+            assert taken == 2
+            assert f"step 4 on rank 0 ({host}), step 2 on rank 1 ({host}); all ranks go on" in said
+            assert "go on from step 2. To go on from a later one" in said
+        shutil.rmtree(other / "step-4", ignore_errors=True)
+    shutil.rmtree(finished / "of0" / "run" / "checkpoint" / "step-2")
+    for taken, said in found("auto"):
+        assert taken == "refused"
+        assert f"the newest are step 4 on rank 0 ({host}), step 2 on rank 1 ({host}). " in said
     shutil.rmtree(other)
-    assert_refused(f"step 4 on rank 0 ({host}), none on rank 1 ({host})")
+    for taken, said in found("auto"):
+        assert taken == "refused"
+        assert "no checkpoint is on all ranks" in said and "train.resume" not in said
+        assert f"the newest are step 4 on rank 0 ({host}), none on rank 1 ({host}). " in said
+        assert "copy its folder to this place on the other machines" in said
     shutil.copytree(finished / "damaged", other / "step-4")
     for taken, said in found("auto"):
         assert taken == "refused" and "state.json: is damaged" in said
