@@ -67,8 +67,6 @@ setup(
         "train": TRAIN,
         # paddle-recompute export --format onnx; 1.3 is for Paddle 2.6.
         "onnx": ["paddle2onnx>=1.3.1"],
-        # paddle-recompute mine --faiss.
-        "search": ["faiss-cpu>=1.7.4"],
         # Boards of train.log_to.
         "visualdl": ["visualdl>=2.5"],
         "tensorboard": ["tensorboard>=2.15"],

@@ -9,6 +9,7 @@ from typing import Any
 from paddle_recompute._files import write_json
 from paddle_recompute.app.config import Config, sync_arguments
 from paddle_recompute.app.data import build_loader, prepare_data
+from paddle_recompute.app.encoder import encoders_of
 from paddle_recompute.app.trainer import (
     Chunks,
     Objective,
@@ -18,6 +19,7 @@ from paddle_recompute.app.trainer import (
 from paddle_recompute.distributed import barrier, values_of_ranks
 from paddle_recompute.doctor import doctor
 from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.recompute import apply_recompute
 
 _MOST_PAIRS = 16
 
@@ -43,11 +45,12 @@ def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
     batch = next(iter(build_loader(config, data, rank, local_batch=local_batch)))
     del batch["index"]
     model = seeded_model(config, data.tokenizer.vocab_size)
+    for encoder in encoders_of(model) if config.recompute.enable else ():
+        apply_recompute(encoder, config.recompute)
     report = doctor(
         model,
         batch,
         Objective(config, Chunks()).loss_of,
-        recompute=config.recompute if config.recompute.enable else None,
         sync=GradientSync(model, **sync_arguments(config)) if config.world_size > 1 else None,
         settings={
             "strategy.amp_configs": config.to_dict()["strategy"]["amp_configs"],

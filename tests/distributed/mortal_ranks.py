@@ -117,9 +117,6 @@ class MortalRanks:
                 pytest.fail(f"rank {rank} did not say {says!r}:\n{self.output(rank)}")
             time.sleep(0.02)
 
-    def is_alive(self, rank: int) -> bool:
-        return self._processes[rank].poll() is None
-
     def send(self, rank: int, signal_number: signal.Signals) -> None:
         self._processes[rank].send_signal(signal_number)
 

@@ -18,13 +18,15 @@ from tests.distributed.mortal_ranks import MortalRanks
 
 
 class SlowEnd:
-    """The interpreter is in its finalization, for so many seconds."""
+    """The interpreter is in its finalization, for so many seconds; then it prints the time."""
 
     def __init__(self, seconds: float) -> None:
         self._sleep, self._seconds = time.sleep, seconds
+        self._write, self._now = os.write, time.monotonic
 
     def __del__(self) -> None:
         self._sleep(self._seconds)
+        self._write(1, f"ended at {self._now()}\n".encode())
 
 
 def end_in_a_collective(folder: str, exit_code: int | None, peer_lives_on: float) -> None:

@@ -20,6 +20,10 @@ def first_number(cell: str) -> str:
     return cell.split()[0]
 
 
+def section(record: str, title: str) -> str:
+    return record.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
 def first_table(text: str) -> list[dict[str, str]]:
     return tables_of(text)[0]
 
@@ -76,9 +80,8 @@ def test_columns_of_a_record(path: str, record: str, key: str, columns: list[str
 
 def test_gain_of_large_batches() -> None:
     page = Page("docs/large_batches.md")
-    record = page.record("batch_size_study")
     for row in table_with(page, "64 pairs"):
-        of_data = record.partition(f"\n## {row['data']}\n")[2].partition("\n## ")[0]
+        of_data = section(page.record("batch_size_study"), row["data"])
         equal_examples = of_data.partition("\n### Equal examples\n")[2]
         for recorded in first_table(equal_examples):
             mean = float(first_number(recorded["MRR"]))
@@ -87,9 +90,8 @@ def test_gain_of_large_batches() -> None:
 
 def test_times_of_synchronization() -> None:
     page = Page("docs/gradient_synchronization.md")
-    record = page.record("sync")
     for rate in ("100", "200", "1000"):
-        of_rate = record.partition(f"\n## {rate} Mbit/s\n")[2].partition("\n## ")[0]
+        of_rate = section(page.record("sync"), f"{rate} Mbit/s")
         medians = {row["way"]: first_number(row["seconds"]) for row in first_table(of_rate)}
         for row in table_with(page, "way"):
             assert row[f"{rate} Mbit/s"] == medians[row["way"].replace("`", "")], (rate, row)

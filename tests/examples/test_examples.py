@@ -107,9 +107,8 @@ def large_batch() -> str:
     return run("large_batch", "--pairs", "64", "--chunk-tokens", "128", "--steps", "10")
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.matrix), 2])
-def test_large_batch_learns_in_chunks_of_the_size_it_says(num_ranks: int) -> None:
-    shown = large_batch() if num_ranks == 1 else run_ranks(large_batch, num_ranks)[0]
+def test_large_batch_learns_in_chunks_of_the_size_it_says() -> None:
+    shown, _ = run_ranks(large_batch, 2)
     steps = re.findall(
         r"^step \d+  loss (\S+)  temperature (\S+)  chunks (\d+)$", shown, re.MULTILINE
     )
@@ -117,22 +116,13 @@ def test_large_batch_learns_in_chunks_of_the_size_it_says(num_ranks: int) -> Non
     losses = [float(loss) for loss, _, _ in steps]
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
     assert len({temperature for _, temperature, _ in steps}) > 1
-    # About 64 / num_ranks texts a side, of 14 letters on average, 128 at a time.
-    assert all(5 < int(chunks) * num_ranks < 32 for _, _, chunks in steps)
-
-
-MICRO_BATCHES = ("strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2")
-CHUNKS = ("contrastive.chunk_tokens=32", "contrastive.learnable_temperature=true")
+    # About 32 texts a side, of 14 letters on average, 128 at a time.
+    assert all(5 < int(chunks) * 2 < 32 for _, _, chunks in steps)
 
 
 @pytest.mark.timeout(300)  # a launcher and two ranks, beside other tests
-@pytest.mark.parametrize(
-    ("num_ranks", "settings"),
-    [pytest.param(1, MICRO_BATCHES, marks=pytest.mark.matrix), (2, CHUNKS)],
-)
-def test_train_contrastive_finds_what_it_learned(
-    num_ranks: int, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_contrastive_finds_what_it_learned(tmp_path: Path) -> None:
+    """Paddle's launcher starts the ranks."""
     pairs = [f"w{i} x{i * i % 97}\tW{i} X{i * i % 97}\n" for i in range(200)]
     (tmp_path / "pairs.tsv").write_text("".join(pairs))
     arguments = [
@@ -147,19 +137,15 @@ def test_train_contrastive_finds_what_it_learned(
         "model.hidden_size=16",
         "model.intermediate_size=16",
         "contrastive.global_batch=16",
-        *settings,
+        "contrastive.chunk_tokens=32",
+        "contrastive.learnable_temperature=true",
         "train.max_steps=14",  # more than an epoch, which has 11 steps
         "train.warmup_steps=2",
         f"train.output_dir={tmp_path / 'run'}",
     ]
-    monkeypatch.chdir(tmp_path)
-    if num_ranks == 1:
-        shown = run("train_contrastive", *arguments)
-    else:  # Paddle's launcher starts them
-        launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
-        script = ROOT / "examples" / "train_contrastive.py"
-        command = [*launcher, "--log_dir", tmp_path, script, *arguments]
-        shown = python(*command, folder=tmp_path, env=outside_of_ranks(), timeout=280).stdout
+    launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", tmp_path]
+    command = [*launcher, ROOT / "examples" / "train_contrastive.py", *arguments]
+    shown = python(*command, folder=tmp_path, env=outside_of_ranks(), timeout=280).stdout
     losses = [float(loss) for loss in re.findall(r"^step \d+ +loss (\S+)$", shown, re.M)]
     assert len(losses) == 14
     assert sum(losses[-3:]) < sum(losses[:3])

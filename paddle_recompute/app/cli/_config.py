@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import click
 
+from paddle_recompute._run_folder import check_may_start
 from paddle_recompute.app.cli._process import as_json, command, configured
 from paddle_recompute.app.config import (
     Config,
@@ -17,7 +18,7 @@ from paddle_recompute.app.config import (
     load_config,
     load_settings,
 )
-from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.errors import ConfigError, PaddleRecomputeError
 
 
 @configured(
@@ -44,21 +45,31 @@ def validate(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> Non
     For example: paddle-recompute config validate --config run.yaml mode=static
 
     The files are read as `train` reads them: the pairs, the tokenizer and the description of the
-    model. If one of them is not on this machine, that is a note, and none is read. `train` also
-    counts the devices before it starts.
+    model. If one of them is not on this machine, that is a note, and none is read; so is a run in
+    train.output_dir. `train` also counts the devices and looks for packages before it starts.
     """
     try:
         config = load_config(config_file, overrides)
         if not _missing_files(config):
             from paddle_recompute.app.data import check_files
 
-            check_files(config)
-    except (ConfigError, DataError) as error:
+            check_files(config, whole=True)
+        if config.strategy.amp and (config.mode, config.launch.device) == ("dygraph", "cpu"):
+            raise ConfigError(
+                "strategy.amp: true: Paddle has no mixed precision on a CPU in dygraph; set it to "
+                "false, launch.device: gpu or mode: static"
+            )
+    except PaddleRecomputeError as error:
         if as_json:
             head, *faults = str(error).split("\n  - ")
             click.echo(json.dumps({"valid": False, "faults": faults or [head]}))
         raise
     notes = [*config.without_effect(), *_missing_files(config)]
+    train = config.train
+    try:
+        check_may_start(train.output_dir, resume=train.resume, overwrite=train.overwrite)
+    except ConfigError as error:
+        notes.append(str(error))
     if as_json:
         click.echo(json.dumps({"valid": True, "notes": notes}))
         return
@@ -77,6 +88,7 @@ def _missing_files(config: Config) -> list[str]:
         "data.valid_file": config.data.valid_file,
         "data.tokenizer": config.data.tokenizer,
         "model.init_from": config.model.init_from,
+        "model.positive_from": config.model.positive_from,
     }
     return [
         f"{name}: {path}: there is no such file on this machine"

@@ -245,6 +245,11 @@ class ModelConfig(Section):
                 continue
             try:
                 if (found := model_folder(Path(place).expanduser())) is not None:
+                    if name == "positive_from" and found.settings.get("towers") == "separate":
+                        raise ConfigError(
+                            "holds two encoders, and one is needed; `paddle-recompute export` "
+                            "writes each of them into a folder of its own"
+                        )
                     given = found.completed(given)
                 elif not Path(place).expanduser().exists() and "hidden_size" not in given:
                     raise ConfigError("there is no such file or folder")

@@ -56,8 +56,13 @@ WHAT_GOES_TOGETHER = (
             "it is a setting of the static graph",
         ),
         (
+            "mode=static",
             "model.towers=separate",
-            f"mode=static train.compile {_PLACE} recompute.policy=budget",
+            "a Program has one encoder; set mode: dygraph, or model.towers: shared",
+        ),
+        (
+            "model.towers=separate",
+            f"train.compile {_PLACE} recompute.policy=budget",
             "they know one encoder; set the other values, or model.towers: shared",
         ),
         (f"{_PLACE} & {_AMP}", _O2, "it casts parameters that are not on the device; use level O1"),

@@ -64,7 +64,8 @@ def check_in_a_program(config: ConfigFields, *, is_trained: bool = False) -> Non
 
     Args:
         config: In any mode.
-        is_trained: Whether ``mode: static`` trains it: a Program alone may have a loss scale.
+        is_trained: Whether ``mode: static`` trains it (`parity`): a Program alone may have a loss
+            scale.
 
     Raises:
         ConfigError: There is such a setting; the message lists all.
@@ -74,7 +75,8 @@ def check_in_a_program(config: ConfigFields, *, is_trained: bool = False) -> Non
     faults = [(path, words) for rule in rules for path, words in rule(values)]
     if faults:
         told = "\n".join(f"  {path}: {values[path]}: {words}" for path, words in faults)
-        raise ConfigError(f"a static graph cannot honour:\n{told}")
+        who = "parity trains in mode: static, too, whatever mode is set, and " if is_trained else ""
+        raise ConfigError(f"{who}a static graph cannot honour:\n{told}")
 
 
 def static_config(config: ConfigFields) -> StaticConfig:

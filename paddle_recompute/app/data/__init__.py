@@ -3,12 +3,11 @@
 from paddle_recompute.app.data.cedict import mine_cedict
 from paddle_recompute.app.data.judged import JudgedQueries, read_judged
 from paddle_recompute.app.data.lines import parsed
-from paddle_recompute.app.data.loader import PairLoader, Position, build_loader
+from paddle_recompute.app.data.loader import PairLoader, Position, build_loader, check_files
 from paddle_recompute.app.data.pairs import Pair, read_pairs
 from paddle_recompute.app.data.prepare import (
     DataDigest,
     PreparedData,
-    check_files,
     check_vocabulary,
     prepare_data,
 )

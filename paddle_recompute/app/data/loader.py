@@ -15,9 +15,17 @@ import numpy.typing as npt
 from pydantic import NonNegativeInt, PositiveInt
 
 from paddle_recompute.app.config import Config
+from paddle_recompute.app.data.cedict import mined_cedict
 from paddle_recompute.app.data.negatives import HardNegatives
 from paddle_recompute.app.data.pairs import Pair
-from paddle_recompute.app.data.prepare import PreparedData
+from paddle_recompute.app.data.prepare import (
+    Account,
+    PreparedData,
+    build_pool,
+    check_vocabulary,
+    read_file,
+    read_split,
+)
 from paddle_recompute.app.data.tokenizer import TokenRows
 from paddle_recompute.errors import DataError
 
@@ -226,9 +234,8 @@ def build_loader(
         "query": tokenized(of_query, (row.query for row in pairs), limits.max_query_tokens),
         "positive": tokenized(of_document, (row.positive for row in pairs), longest),
     }
-    negatives = None
-    if section.hard_negatives:
-        negatives = HardNegatives(pairs, section.hard_negatives, fill=section.fill == "random")
+    negatives, sampler = _drawn_and_sampled(config, pairs, rank, local_batch)
+    if negatives is not None:
         texts["negatives"] = tokenized(of_document, negatives.texts, longest)
     from paddle_recompute.contrastive import text_ids
 
@@ -239,22 +246,60 @@ def build_loader(
         ids["positive"] = text_ids(pair.positive for pair in pairs).numpy()
         if negatives is not None:
             ids["negative"] = text_ids(negatives.texts).numpy()
+    return PairLoader(texts, ids, negatives, sampler)
+
+
+def _drawn_and_sampled(
+    config: Config, pairs: Sequence[Pair], rank: int, local_batch: int | None = None
+) -> tuple[HardNegatives | None, RankSampler]:
+    section, is_apart = config.contrastive, config.data.no_duplicates
+    negatives = None
+    if section.hard_negatives:
+        negatives = HardNegatives(pairs, section.hard_negatives, fill=section.fill == "random")
     sampler = RankSampler(
         len(pairs),
         local_batch=local_batch or config.local_batch,
         rank=rank,
         num_ranks=config.world_size,
         seed=config.train.seed,
-        texts=text_numbers(pairs) if limits.no_duplicates else None,
+        texts=text_numbers(pairs) if is_apart else None,
     )
     if len(sampler) == 0:
         why = "; data.no_duplicates: true puts no query or positive into a batch twice"
         raise DataError(
             f"{len(pairs)} training pairs do not fill one batch of contrastive.global_batch = "
-            f"{section.global_batch}; give more pairs or lower it"
-            + (why if limits.no_duplicates else "")
+            f"{section.global_batch}; give more pairs or lower it" + (why if is_apart else "")
         )
-    return PairLoader(texts, ids, negatives, sampler)
+    return negatives, sampler
+
+
+def check_files(config: Config, *, whole: bool = False) -> None:
+    """Read the pairs and the tokenizer of a configuration, without Paddle, and keep nothing.
+
+    Args:
+        config: Of a run.
+        whole: Whether the pairs are also held out, pooled and put into batches, which takes about
+            as long as reading them.
+
+    Raises:
+        DataError: A file or a line in it cannot be used, or there are too few pairs.
+        ConfigError: The weights have no tokenizer, or another one.
+        CheckpointError: There are no weights.
+        DependencyError: A package that the source needs is not installed.
+    """
+    data, account = config.data, Account()
+    of_model = (config.model.init_from, config.model.positive_from)
+    if all(place is None or place.exists() for place in of_model):  # a resumed run needs none
+        check_vocabulary(config)
+    file = data.train_file or mined_cedict(data.cache_dir)
+    if not whole:
+        for name in ("train_file", "valid_file"):
+            if (path := getattr(data, name)) is not None:
+                read_file(data, name, path, account, config.contrastive.negatives_of_a_line)
+    elif data.train_file is not None or file.exists():
+        split = read_split(config, file, account)
+        build_pool(split, data.pool_size, config.train.seed)
+        _drawn_and_sampled(config, split.train, 0)
 
 
 class RankSampler:

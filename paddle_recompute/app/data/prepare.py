@@ -63,21 +63,6 @@ class PreparedData:
     sources: dict[str, DataDigest] = field(default_factory=dict)
 
 
-def check_files(config: Config) -> None:
-    """Read the pairs and the tokenizer of a configuration, without Paddle, and keep nothing.
-
-    Raises:
-        DataError: A file or a line in it cannot be used.
-        ConfigError: The weights have no tokenizer, or another one.
-    """
-    source = config.model.init_from
-    if source is None or source.exists():  # a resumed run needs none
-        check_vocabulary(config)
-    for name in ("train_file", "valid_file"):
-        if (path := getattr(config.data, name)) is not None:
-            _read(config.data, name, path, _Account(), config.contrastive.negatives_of_a_line)
-
-
 def check_vocabulary(config: Config) -> None:
     """Check that ``model.init_from`` has its own vocabulary; each row of its words is an entry.
 
@@ -88,8 +73,9 @@ def check_vocabulary(config: Config) -> None:
     """
     source, file = config.model.init_from, config.tokenizer_file
     pad_id = config.model.pad_token_id
-    if source is not None and not source.exists():
-        raise CheckpointError(f"model.init_from: {source}: there is no such file or folder")
+    for name, place in (("init_from", source), ("positive_from", config.model.positive_from)):
+        if place is not None:
+            _check_weights_are_there(f"model.{name}: {place}", place)
     if file is None and source is not None:
         raise ConfigError(
             f"model.init_from: {source} has no tokenizer.json or vocab.txt beside it, and each row "
@@ -122,6 +108,16 @@ def check_vocabulary(config: Config) -> None:
     config.model.rows(tokenizer.vocab_size)
 
 
+def _check_weights_are_there(name: str, place: Path) -> None:
+    if not place.exists():
+        raise CheckpointError(f"{name}: there is no such file or folder")
+    found = model_folder(place)
+    weights = found.weights if found is not None else place
+    files = weights.iterdir() if weights.is_dir() else [weights]
+    if not any(file.suffix in (".safetensors", ".pdparams") and file.exists() for file in files):
+        raise CheckpointError(f"{name}: holds no file of weights, .safetensors or .pdparams")
+
+
 def prepare_data(
     run: Config,
     rank: int,
@@ -151,14 +147,13 @@ def prepare_data(
             folders.
         DependencyError: A package that the source needs is not installed.
     """
-    account, config, seed, is_main_rank = _Account(), run.data, run.train.seed, rank == 0
+    account, config, seed, is_main_rank = Account(), run.data, run.train.seed, rank == 0
     if config.source == "cedict":
         train_file = _mine(config, is_main_rank, barrier, account)
-    elif config.train_file is not None:
-        train_file = config.train_file
     else:
-        raise DataError("data.source is files, but data.train_file is not given")
-    split = _split(config, train_file, seed, account, run.contrastive.negatives_of_a_line)
+        assert config.train_file is not None
+        train_file = config.train_file
+    split = read_split(run, train_file, account)
     account.sources["split"] = DataDigest(str(train_file), digest_of(split))
     if compare is not None:
         compare(account.sources)
@@ -224,7 +219,7 @@ def build_pool(split: Split, pool_size: int, seed: int) -> list[str]:
 
 
 @dataclass
-class _Account:
+class Account:
     """What was read, and sentences about what is left out."""
 
     notes: list[str] = field(default_factory=list)
@@ -236,7 +231,7 @@ class _Account:
 
 
 def _mine(
-    config: DataConfig, is_main_rank: bool, barrier: Callable[[], None], account: _Account
+    config: DataConfig, is_main_rank: bool, barrier: Callable[[], None], account: Account
 ) -> Path:
     path = mined_cedict(config.cache_dir)
     if is_main_rank:
@@ -246,14 +241,14 @@ def _mine(
     return require_file(path)
 
 
-def _split(
-    config: DataConfig,
-    train_file: Path,
-    seed: int,
-    account: _Account,
-    negatives: tuple[float, float],
-) -> Split:
-    pairs = _read(config, "train_file", train_file, account, negatives)
+def read_split(run: Config, train_file: Path, account: Account) -> Split:
+    """The pairs of a run to train on, and those that are held out.
+
+    Raises:
+        DataError: The pairs cannot be used, or are too few to hold some out.
+    """
+    config, negatives, seed = run.data, run.contrastive.negatives_of_a_line, run.train.seed
+    pairs = read_file(config, "train_file", train_file, account, negatives)
     if config.valid_file is None:
         split = split_pairs(pairs, valid_pairs=config.valid_pairs, seed=seed)
         account.note(split.num_duplicates, "duplicates removed")
@@ -265,7 +260,7 @@ def _split(
         train, num_duplicates = without_duplicates(pairs)
         account.note(num_duplicates, "duplicates removed from data.train_file")
         valid, num_valid_duplicates = without_duplicates(
-            _read(config, "valid_file", config.valid_file, account, negatives)
+            read_file(config, "valid_file", config.valid_file, account, negatives)
         )
         account.note(num_valid_duplicates, "duplicates removed from data.valid_file")
         account.note(
@@ -286,13 +281,14 @@ def _split(
     return split
 
 
-def _read(
+def read_file(
     config: DataConfig,
     name: str,
     path: Path,
-    account: _Account,
+    account: Account,
     negatives: tuple[float, float],
 ) -> list[Pair]:
+    """The pairs of the file ``data.name``, of which a line has so many `negatives`."""
     least, most = negatives
     found = read_pairs(
         path,

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import paddle
 from paddle.nn import Layer, LayerList, Linear
-from paddle.nn.functional import softmax
 
 from paddle_recompute.app.config import ModelConfig
+from paddle_recompute.app.encoder.attention import AttentionCore
 
 # Added to the score of a token that another one must not see. It is finite, because a softmax over
 # -inf alone is NaN; it is within float16, where a cast must not make it -inf; and exp(-1e4) is 0 in
@@ -43,7 +43,7 @@ class Decoder(Layer):
         """
         one_row = paddle.ones_like(positions[:1]).astype("float32").cumsum(axis=1)
         is_later = (one_row.unsqueeze(2) < one_row.unsqueeze(1)).astype(added.dtype)
-        added = (added + is_later.unsqueeze(1) * HIDDEN_SCORE).unsqueeze(1)
+        added = added + is_later.unsqueeze(1) * HIDDEN_SCORE
         steps = paddle.arange(0, self._dim, 2, dtype="float32") / self._dim
         angles = positions.astype("float32").unsqueeze(2) / self._theta**steps
         angles = paddle.concat([angles, angles], axis=-1).unsqueeze(2)
@@ -72,52 +72,43 @@ class Block(Layer):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class GroupedAttention(Layer):
+class GroupedAttention(AttentionCore, Layer):
     """Several heads of queries share a head of keys and values."""
 
     def __init__(self, config: ModelConfig, weight: paddle.ParamAttr) -> None:
         super().__init__()
         assert config.head_dim is not None and config.num_key_value_heads is not None
-        self._dim, self._dropout = config.head_dim, config.attention_dropout
+        self.head_dim, self.dropout = config.head_dim, config.attention_dropout
         self._heads, self._groups = config.num_heads, config.num_key_value_heads
         kind, width = config.architecture, config.hidden_size
         bias = None if kind.has_bias else False
         heads = {"q_proj": self._heads, "k_proj": self._groups, "v_proj": self._groups}
         for name, count in heads.items():
-            setattr(self, name, Linear(width, count * self._dim, weight, bias))
-        self.o_proj = Linear(self._heads * self._dim, width, weight, False)
+            setattr(self, name, Linear(width, count * self.head_dim, weight, bias))
+        self.o_proj = Linear(self._heads * self.head_dim, width, weight, False)
         self.q_norm = self.k_norm = None
         if kind.norms_heads:
-            self.q_norm = RMSNorm(self._dim, config.layer_norm_epsilon)
-            self.k_norm = RMSNorm(self._dim, config.layer_norm_epsilon)
+            self.q_norm = RMSNorm(self.head_dim, config.layer_norm_epsilon)
+            self.k_norm = RMSNorm(self.head_dim, config.layer_norm_epsilon)
 
     def forward(
         self, hidden: paddle.Tensor, added: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor
     ) -> paddle.Tensor:
         """From ``[batch, length, hidden]`` to the same."""
-        query = self.q_proj(hidden).reshape([0, 0, self._heads, self._dim])
-        key = self.k_proj(hidden).reshape([0, 0, self._groups, self._dim])
-        value = self.v_proj(hidden).reshape([0, 0, self._groups, self._dim])
+        query = self.q_proj(hidden).reshape([0, 0, self._heads, self.head_dim])
+        key = self.k_proj(hidden).reshape([0, 0, self._groups, self.head_dim])
+        value = self.v_proj(hidden).reshape([0, 0, self._groups, self.head_dim])
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = (states * cos + _half_turned(states) * sin for states in (query, key))
-        # [batch, groups, heads of a group, length, dim]
-        query = query.reshape([0, 0, self._groups, -1, self._dim]).transpose([0, 2, 3, 1, 4])
-        key, value = (states.transpose([0, 2, 1, 3]).unsqueeze(2) for states in (key, value))
-        found = self.attend(query, key, value, added).transpose([0, 3, 1, 2, 4])
-        return self.o_proj(found.reshape([0, 0, self._heads * self._dim]))
-
-    def attend(
-        self, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor, added: paddle.Tensor
-    ) -> paddle.Tensor:
-        """The attention core, which ``recompute.keep`` may name; all ``[batch, groups, heads of a
-        group or 1, length, dim]``, and `added` to the scores.
-        """
-        scores = paddle.matmul(query, key, transpose_y=True) * self._dim**-0.5 + added
-        weights = softmax(scores, axis=-1)
-        if self._dropout:
-            weights = paddle.nn.functional.dropout(weights, self._dropout, training=self.training)
-        return paddle.matmul(weights, value)
+        if self.is_fused(query):
+            found = self.attend(query, key, value, added, True)
+        else:  # [batch, groups, heads of a group, length, dim]
+            query = query.reshape([0, 0, self._groups, -1, self.head_dim])
+            query = query.transpose([0, 2, 3, 1, 4])
+            key, value = (one.transpose([0, 2, 1, 3]).unsqueeze(2) for one in (key, value))
+            found = self.attend(query, key, value, added.unsqueeze(1)).transpose([0, 3, 1, 2, 4])
+        return self.o_proj(found.reshape([0, 0, self._heads * self.head_dim]))
 
 
 class SwiGLU(Layer):

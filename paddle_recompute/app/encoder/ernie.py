@@ -2,8 +2,9 @@
 
 BERT, RoBERTa, XLM-RoBERTa, DistilBERT, MPNet and ERNIE are one Layer; they differ in a small
 table, ``ARCHITECTURES`` of the configuration. Their blocks are Paddle's ``TransformerEncoderLayer``
-in a ``TransformerEncoder``, so their names are ``encoder.layers.N``, as in other Paddle models.
-Qwen2 and Qwen3 have other blocks there (`decoder`).
+in a ``TransformerEncoder``, so their names are ``encoder.layers.N``, as in other Paddle models; the
+attention core of each is the method ``self_attn.attend`` (`attention`). Qwen2 and Qwen3 have other
+blocks there (`decoder`).
 
 References:
     Devlin et al., "BERT", arXiv:1810.04805, for the architecture and the initial weights; Sun et
@@ -22,6 +23,7 @@ import paddle
 from paddle.nn import Dropout, Embedding, LayerNorm, Linear
 
 from paddle_recompute.app.config import ModelConfig, model_folder
+from paddle_recompute.app.encoder.attention import HALF_PRECISION, SelfAttention
 from paddle_recompute.app.encoder.decoder import HIDDEN_SCORE, Decoder
 from paddle_recompute.app.encoder.own import build_own
 from paddle_recompute.app.encoder.towers import TwoTowers, encoders_of
@@ -293,9 +295,6 @@ class Pooler(paddle.nn.Layer):
         return vector if self.dense is None else paddle.tanh(self.dense(vector))
 
 
-HALF_PRECISION = (paddle.float16, paddle.bfloat16)
-
-
 def _initial_weight(config: ModelConfig) -> paddle.ParamAttr:
     return paddle.ParamAttr(initializer=paddle.nn.initializer.Normal(0.0, config.initializer_range))
 
@@ -318,6 +317,8 @@ def _blocks(config: ModelConfig) -> paddle.nn.Layer:
     # TransformerEncoder builds every further block anew and draws its weights.
     encoder = paddle.nn.TransformerEncoder(block, config.num_layers)
     for layer in encoder.layers:
+        layer.self_attn.__class__ = SelfAttention  # the block takes no class of an attention
+        layer.self_attn.learns_scores = bool(config.architecture.relative_buckets)
         # The block has an epsilon argument from Paddle 3.0 on; use it once 2.6 is dropped.
         layer.norm1 = LayerNorm(config.hidden_size, epsilon=config.layer_norm_epsilon)
         layer.norm2 = LayerNorm(config.hidden_size, epsilon=config.layer_norm_epsilon)

@@ -235,21 +235,14 @@ class Index:
         """That of the encoder that made the vectors."""
         return self._shape[1] if "-" in self.fingerprint else None
 
-    @property
-    def files(self) -> list[Path]:
-        """The file, its texts and its record; none if it is not on disk."""
-        if self.file is None:
-            return []
-        return [self.file, beside(self.file, ".txt"), beside(self.file, ".json")]
-
     def __len__(self) -> int:
         """Its number of texts."""
         return self._shape[0]
 
-    def tiles(self) -> Iterator[NDArray[np.float32]]:
+    def _tiles(self) -> Iterator[NDArray[np.float32]]:
         """The vectors, in blocks ``[rows, dim]``."""
         for first in range(0, len(self), _TILE):
-            vectors = self.vectors_of(slice(first, first + _TILE))
+            vectors = self._vectors_from(first)
             if not self._is_finite and not np.isfinite(vectors).all():
                 last = first + len(vectors) - 1
                 raise DataError(
@@ -259,12 +252,12 @@ class Index:
             yield vectors
         self._is_finite = True
 
-    def vectors_of(self, rows: NDArray[np.int64] | slice) -> NDArray[np.float32]:
-        """The vectors of these rows, ``[rows, dim]``."""
+    def _vectors_from(self, first: int) -> NDArray[np.float32]:
+        """The tile that begins with this row."""
         if self.file is None:
-            return self._vectors[rows]
+            return self._vectors[first : first + _TILE]
         # Mapped anew each time: pages that stay mapped count as memory of the process.
-        return np.array(_mapped(self.file, self._shape)[rows])
+        return np.array(_mapped(self.file, self._shape)[first : first + _TILE])
 
     def every_text(self) -> Iterator[str]:
         """All texts, in the order of the rows.
@@ -338,7 +331,7 @@ class Index:
             is_finite = np.isfinite(query.astype(np.float32)).all()
         if not is_finite:
             raise DataError("received queries that are not finite in float32")
-        scores, rows = top_of_tiles(query, self.tiles(), top_k)
+        scores, rows = top_of_tiles(query, self._tiles(), top_k)
         if rows.shape[1] < min(top_k, len(self)) or not np.isfinite(scores).all():
             raise DataError("the inner products of these queries are not finite in float32")
         return scores, rows

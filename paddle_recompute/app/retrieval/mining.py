@@ -1,9 +1,8 @@
 """Mine hard negatives: texts of a pool that a trained encoder takes for answers.
 
-The search is exact, each query is compared with every text, unless an index of faiss is asked for.
-Queries are read in blocks and the pool in tiles, so memory grows with the pool by 16 bytes per text
-only (with faiss, by its index). An interrupted run continues where it stopped and writes the same
-bytes; with faiss it begins anew, as another index of faiss may find other texts. The output is:
+The search is exact: each query is compared with every text. Queries are read in blocks and the pool
+in tiles, so memory grows with the pool by 16 bytes per text only. An interrupted run continues
+where it stopped and writes the same bytes. The output is:
 
 - ``mined.jsonl``: the pairs, each with its ``negatives``, nearest first, for `read_pairs`;
 - ``mined.jsonl.json``: the record, with counts and histograms;
@@ -25,7 +24,6 @@ from numpy.typing import NDArray
 
 from paddle_recompute._files import write_json, writing
 from paddle_recompute.app.data import Pair, normal_form, read_pairs
-from paddle_recompute.app.retrieval.approximate import Approximate, require_faiss
 from paddle_recompute.app.retrieval.encoding import (
     begun,
     beside,
@@ -40,8 +38,6 @@ from paddle_recompute.errors import DataError
 _BLOCK = 256
 """Pairs that are searched for and written at once."""
 _BINS = np.linspace(-1, 1, 21)
-Top = Callable[[NDArray[Any], int], tuple[NDArray[np.float32], NDArray[np.int64]]]
-"""Finds the nearest rows of some vectors, as `Index.top`."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,6 @@ def mine(
     options: MiningOptions | None = None,
     *,
     batch_size: int = 256,
-    faiss: str | None = None,
     progress: Callable[[str, int, int], object] = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Write the pairs of a file with mined negatives; continue an interrupted call.
@@ -115,24 +110,17 @@ def mine(
         output: Ends in ``.jsonl``.
         options: Which texts become negatives.
         batch_size: Texts encoded at once.
-        faiss: An index of faiss finds the candidates; see `Approximate`. None: exact search.
-        progress: Called with what is done (``encode``, ``index``, ``mine``), how much of it, and of
-            how much.
+        progress: Called with what is done (``encode``, ``mine``), how much of it, and of how much.
 
     Returns:
         The record: ``pairs``, ``done`` (the same), ``lines_with`` (the number of pairs with 0, 1,
         ... negatives), ``replaced`` (negatives that pairs had), ``scores_of_negatives`` and
         ``scores_of_positives`` (counts of 20 equal parts of [-1, 1]), and what it was made from.
-        With `faiss` also ``recall``: of the texts up to `last_rank` that exact search finds, the
-        share that faiss finds, for at most 256 queries.
 
     Raises:
         DataError: A file cannot be read, is damaged, or was made with other inputs.
         OutputError: `output` cannot be written.
-        DependencyError: The package `faiss` is not installed.
     """
-    if faiss is not None:
-        require_faiss()
     options, output = options or MiningOptions(), Path(output)
     if output.suffix != ".jsonl":
         raise DataError(f"{output}: received the suffix {output.suffix!r}; allowed is .jsonl")
@@ -145,29 +133,18 @@ def mine(
         "fingerprint": encoder.fingerprint,
         "options": asdict(options),
         "batch_size": batch_size,
-        "faiss": faiss,
     }
     fresh: dict[str, Any] = {
         **dict.fromkeys(("done", "bytes", "replaced"), 0),
         "lines_with": [0] * (options.num_negatives + 1),
         "scores_of_negatives": [0] * (len(_BINS) - 1),
         "scores_of_positives": [0] * (len(_BINS) - 1),
-        **({} if faiss is None else {"recall": 0.0}),
     }
     described = beside(output, ".json")
     output.parent.mkdir(parents=True, exist_ok=True)
     with writing(output, "name another file"), locked(output) as file:
         record = begun(file, output, inputs, fresh, lambda one: int(one["bytes"]))
-        if faiss is not None and record["done"] < len(found.pairs):
-            record = inputs | fresh
-        top: Top = index.top
-        if faiss is not None and not record["done"]:
-            approximate = Approximate(index, faiss, partial(progress, "index"))
-            top = approximate.top
-            some = [pair.query for pair in found.pairs[:: -(-len(found.pairs) // _BLOCK)]]
-            vectors = encode_texts(encoder, some, side="query", batch_size=batch_size)
-            record["recall"] = approximate.recall(vectors, options.last_rank)
-        miner = _Miner(encoder, index, top, found.pairs, options, batch_size)
+        miner = _Miner(encoder, index, found.pairs, options, batch_size)
         if not record["done"]:
             write_json(described, record)  # before there is a byte in the file
         progress("mine", record["done"], len(found.pairs))
@@ -197,13 +174,11 @@ class _Miner:
         self,
         encoder: TrainedEncoder,
         index: Index,
-        top: Top,
         pairs: Sequence[Pair],
         options: MiningOptions,
         batch_size: int,
     ) -> None:
         self._encoder, self._index, self._options = encoder, index, options
-        self._top = top
         self._batch_size = batch_size
         self._positives: dict[str, set[str]] = {}
         for pair in pairs:
@@ -223,12 +198,12 @@ class _Miner:
         highest = options.highest_score(of_positive)
         excluded = [self._excluded(pair) for pair in block]
         most = max(map(len, excluded))
-        scores, rows = self._top(query, options.last_rank + most)
+        scores, rows = self._index.top(query, options.last_rank + most)
         texts = self._index.texts(rows.ravel().tolist())
         for place, pair in enumerate(block):
             rank, negatives = 0, dict[str, float]()
             for score, row in zip(scores[place].tolist(), rows[place].tolist(), strict=True):
-                if row < 0 or row in excluded[place] or not texts[row].strip():
+                if row in excluded[place] or not texts[row].strip():
                     continue
                 rank += 1
                 if rank > options.last_rank or len(negatives) == options.num_negatives:

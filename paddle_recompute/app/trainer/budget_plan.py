@@ -31,6 +31,7 @@ from paddle_recompute.app.trainer.peak_memory import (
     largest_of_ranks,
     measure_peak,
     plain_peak,
+    plan_of,
 )
 from paddle_recompute.app.trainer.step import Batch, Chunks
 from paddle_recompute.distributed import is_distributed, values_of_ranks
@@ -38,7 +39,6 @@ from paddle_recompute.errors import CheckpointError, ConfigError, OutOfMemoryErr
 from paddle_recompute.planner import (
     RecomputePlan,
     StepCosts,
-    make_plan,
     maximum,
     measure_costs,
     within_budget,
@@ -77,15 +77,7 @@ def make_budget_plan(
     budget = config.recompute.memory_budget
     assert budget is not None
     job = job_of(config, vocab_size, chunks)
-    found = make_plan(
-        _largest_costs(measure_costs(job)),
-        budget,
-        signature=job.signature(),
-        checkpoints=tuple(config.recompute.checkpoints),
-        preserve_rng_state=config.recompute.preserve_rng_state,
-        keep=tuple(config.recompute.keep),
-        or_smallest=True,
-    )
+    found = plan_of(job, _largest_costs(measure_costs(job)), budget, or_smallest=True)
 
     def peak(plan: RecomputePlan) -> int:
         check_agreed(plan)

@@ -78,10 +78,12 @@ def without_gain(config: Config, record: dict[str, Any]) -> list[str]:
     notes = []
     chance, loss = loss_of_chance(config), record["loss"]
     if record["steps"] >= _FEWEST_STEPS and loss is not None and loss >= _NEAR_CHANCE * chance:
+        advice = "model.pooling: mean, or a lower train.learning_rate with train.warmup_steps"
+        if config.model.init_from is not None:
+            advice = "a lower contrastive.temperature, or another train.learning_rate"
         notes.append(
-            f"The loss {loss:.4f} is that of chance ({chance:.4f}): all texts have nearly "
-            "the same vector. From random weights model.pooling: mean helps, or a lower "
-            "train.learning_rate with train.warmup_steps"
+            f"The loss {loss:.4f} is that of chance ({chance:.4f}): divided by "
+            f"contrastive.temperature, all scores of a batch are nearly equal. Try {advice}"
         )
     before = record["untrained_mrr"]
     if before is not None and record["mrr"] < before:

@@ -12,7 +12,7 @@ import paddle
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.report import require_bokeh, timeline_chart, write_page
-from paddle_recompute.app.trainer.peak_memory import job_of
+from paddle_recompute.app.trainer.peak_memory import job_of, plan_of
 from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner import (
@@ -24,7 +24,6 @@ from paddle_recompute.planner import (
     choices_of_policy,
     extrapolated,
     largest_that_fits,
-    make_plan,
     measure_costs,
     probe,
     simulate,
@@ -78,14 +77,7 @@ def memory_report(
     steps, plan = {name: step() for name, step in _policies(costs).items()}, None
     batches = _largest_batches(probes, budget) if budget is not None and probes else {}
     if budget is not None and config.recompute.offload_parameters == "none":
-        plan = make_plan(
-            costs,
-            budget,
-            signature=job.signature(),
-            checkpoints=tuple(config.recompute.checkpoints),
-            preserve_rng_state=config.recompute.preserve_rng_state,
-            keep=tuple(config.recompute.keep),
-        )
+        plan = plan_of(job, costs, budget)
         steps[f"plan for {format_bytes(budget)}"] = plan.timeline
     plain = steps["plain"].seconds
     policies: list[dict[str, Any]] = [

@@ -24,7 +24,7 @@ def written(folder: Path, **changes: str) -> Path:
     """`FILES`; a change is named by the file, without its suffix and folder."""
     for name, text in FILES.items():
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(changes.get(path.stem, text), encoding="utf-8")
     return folder
 
@@ -39,16 +39,6 @@ def test_folder(tmp_path: Path) -> None:
         "1 judged queries have no answer, and are left out",
         "1 documents have no text",
     ]
-
-
-def test_other_split_and_gz(tmp_path: Path) -> None:
-    written(tmp_path)
-    packed = gzip.compress(b"q3\td1\t1\n")
-    (tmp_path / "qrels" / "dev.tsv.gz").write_bytes(packed)
-    found = read_judged(tmp_path, split="dev")
-    assert (found.queries, found.answers) == (["birds"], [{0: 1}])
-    with pytest.raises(DataError, match=r"train.tsv: there is no such .*--split may be dev, test"):
-        read_judged(tmp_path, split="train")
 
 
 def test_pairs(tmp_path: Path) -> None:
@@ -70,12 +60,7 @@ def test_pairs(tmp_path: Path) -> None:
         ("test", "q1\td1\n", r"test.tsv:1: 2 columns, expected query-id<TAB>corpus-id<TAB>score"),
         ("test", "q1\td1\t0.5\n", r"test.tsv:1: the score is '0.5', expected a whole number"),
         ("test", "q1\td1\t1_0\n", r"test.tsv:1: the score is '1_0', expected a whole number"),
-        (
-            "test",
-            f"q1\td1\t{'9' * 5000}\n",
-            r"test.tsv:1: the score is 9{20}, expected at most 1000",
-        ),
-        ("test", "q1\td1\t1001\n", r"test.tsv:1: the score is 1001, expected at most 1000"),
+        ("test", f"q1\td1\t{'9' * 5000}\n", r"test.tsv:1: the score is 9{20}, expected at most 10"),
         ("test", "q1\td1\t0\n", "test.tsv: judges no document with a score of 1 or more"),
     ],
 )
@@ -133,6 +118,9 @@ def test_judgements_of_trec(suffix: str, tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
+    (written(tmp_path / "whole") / "qrels" / "dev.tsv.gz").touch()
+    with pytest.raises(DataError, match=r"train.tsv: there is no such .*--split may be dev, test"):
+        read_judged(tmp_path / "whole", split="train")
     with pytest.raises(DataError, match=r"corpus.jsonl: there is no such file; a folder to eval"):
         read_judged(tmp_path)
     (tmp_path / "texts.txt").write_text("a\nb\n")

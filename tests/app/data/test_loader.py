@@ -90,14 +90,6 @@ def test_order_is_the_same_everywhere() -> None:
     assert deal((10, 2, 2), seed=7, epoch=3) == [[[3, 5], [8, 0]], [[4, 7], [9, 2]]]
 
 
-def test_pairs_of_a_step_do_not_depend_on_the_number_of_ranks() -> None:
-    alone = deal((50, 12, 1), seed=0, epoch=0)[0]
-    for num_ranks in (2, 3, 4):
-        dealt = deal((50, 12 // num_ranks, num_ranks), seed=0, epoch=0)
-        joined = [list(chain(*slices)) for slices in zip(*dealt, strict=True)]
-        assert joined == alone
-
-
 def test_batches_hold_the_tokens_of_their_pairs(tokenizer: PairTokenizer) -> None:
     loader = loader_of(tokenizer, rank=1, num_ranks=2)
     assert len(loader) == 6
@@ -217,15 +209,6 @@ def test_the_order_is_the_usual_one_but_for_pairs_that_wait() -> None:
     pairs = [Pair(*pair.split()) for pair in ("a x", "a y", "b x", "c z", "d w", "e v")]
     found = distinct_batches(np.arange(6), text_numbers(pairs), 2)
     assert found.tolist() == [[0, 3], [1, 2], [4, 5]]
-
-
-def test_ranks_share_the_batches_of_one_process() -> None:
-    random = np.random.default_rng(0)
-    pairs = pairs_of(random.integers(0, 40, (200, 2)).tolist())
-    alone = list(sampler_of(pairs, 12).batches(Position(1)))
-    samplers = [sampler_of(pairs, 4, rank=rank, num_ranks=3) for rank in range(3)]
-    parts = zip(*(sampler.batches(Position(1)) for sampler in samplers), strict=True)
-    assert [list(chain(*part)) for part in parts] == alone
 
 
 def test_an_epoch_with_fewer_batches_ends_with_those_of_the_first() -> None:

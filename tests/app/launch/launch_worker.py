@@ -61,14 +61,6 @@ def killed() -> None:
     time.sleep(60)
 
 
-def remove(folder: str) -> None:
-    """Rank 1 ends without its log."""
-    if RANK == 1:
-        Path(folder, "logs", "workerlog.1").unlink()
-        os._exit(4)
-    time.sleep(60)
-
-
 def wait(folder: str) -> None:
     """Write the process id, then wait, on a terminal with a bar."""
     Path(folder, f"{RANK}.pid").write_text(str(os.getpid()))
@@ -78,5 +70,5 @@ def wait(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    workers = (settings, refuse, peers, deaf, fail, killed, remove, wait)
+    workers = (settings, refuse, peers, deaf, fail, killed, wait)
     {f.__name__: f for f in workers}[sys.argv[1]](*sys.argv[2:])

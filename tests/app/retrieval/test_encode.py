@@ -6,10 +6,11 @@ And the nearest texts, against brute force; pools that cannot be searched.
 from __future__ import annotations
 
 import fcntl
-import gzip
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,29 @@ def begin(*arguments: Any, **options: Any) -> None:
         encode_file(*arguments, **options, progress=stop)
 
 
+@contextmanager
+def held(output: Path) -> Iterator[None]:
+    """As another process that writes it."""
+    output.parent.mkdir()
+    with output.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        yield
+
+
 def test_vectors_are_those_of_the_texts_in_their_order(
     encoder: TrainedEncoder, text_file: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out" / "pool.npy"
     seen: list[tuple[int, int]] = []
-    record = encode_file(
-        encoder, text_file, output, batch_size=BATCH, progress=lambda *done: seen.append(done)
-    )
+
+    def change(*done: int) -> None:
+        """The texts change meanwhile, and are not read again."""
+        seen.append(done)
+        text_file.write_text("other\n")
+
+    with pytest.raises(DataError, match="another process is writing it; wait until"), held(output):
+        encode_file(encoder, text_file, output, batch_size=BATCH)
+    record = encode_file(encoder, text_file, output, batch_size=BATCH, progress=change)
     assert seen == [(done, COUNT) for done in (0, 6, 12, 18, 23)]
     vectors = np.load(output)
     lines = (tmp_path / "out" / "pool.npy.txt").read_text(encoding="utf-8").splitlines()
@@ -100,29 +116,6 @@ def test_vectors_are_those_of_the_texts_in_their_order(
     assert sorted(files_of(tmp_path / "out")) == ["pool.npy", "pool.npy.json", "pool.npy.txt"]
 
 
-def test_interrupted_run_goes_on_and_encodes_the_rest_alone(
-    encoder: TrainedEncoder, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "pool.npy"
-    begin(encoder, text_file, output, batch_size=BATCH)
-    with pytest.raises(DataError, match=r"pool.npy: holds 6 of 23 texts; run the same"):
-        Index.load(output)
-    with output.open("ab") as file:  # killed while it wrote the next lot
-        file.write(b"half a lot" * 10_000)
-    encoded: list[int] = []
-
-    def counted(encoder: TrainedEncoder, lot: list[str], **options: Any) -> Any:
-        encoded.append(len(lot))
-        return encode_texts(encoder, lot, **options)
-
-    monkeypatch.setattr(encode_module, "encode_texts", counted)
-    for rest in (COUNT - LOT, 0):
-        record = encode_file(encoder, text_file, output, batch_size=BATCH)
-        assert record["resumed_at"] == COUNT - rest == COUNT - sum(encoded)
-        np.testing.assert_array_equal(np.load(output), expected(encoder))
-        encoded.clear()
-
-
 def test_death_at_any_moment_costs_no_byte(
     encoder: TrainedEncoder, text_file: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +124,7 @@ def test_death_at_any_moment_costs_no_byte(
     class DeathError(BaseException):
         pass
 
+    text_file.write_text("\n".join(texts(LOT + 1)), encoding="utf-8")
     whole = tmp_path / "whole"
     encode_file(encoder, text_file, whole / "pool.npy", batch_size=BATCH)
     deaths = 0
@@ -159,33 +153,7 @@ def test_death_at_any_moment_costs_no_byte(
                 break
         encode_file(encoder, text_file, parts / "pool.npy", batch_size=BATCH)
         assert files_of(parts) == files_of(whole)
-    assert deaths >= 12  # four lots, each with its record
-
-
-def test_output_belongs_to_one_process(
-    encoder: TrainedEncoder, text_file: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "pool.npy"
-    with output.open("wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match=r"pool.npy: another process is writing it; wait until"):
-            encode_file(encoder, text_file, output, batch_size=BATCH)
-        assert not (tmp_path / "pool.npy.txt").exists()
-    encode_file(encoder, text_file, output, batch_size=BATCH)
-    np.testing.assert_array_equal(np.load(output), expected(encoder))
-
-
-def test_texts_that_change_meanwhile_are_not_read_again(
-    encoder: TrainedEncoder, text_file: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "pool.npy"
-
-    def change(done: int, total: int) -> None:
-        text_file.write_text("other\n")
-
-    assert encode_file(encoder, text_file, output, batch_size=BATCH, progress=change)
-    np.testing.assert_array_equal(np.load(output), expected(encoder))
-    assert (tmp_path / "pool.npy.txt").read_text().splitlines() == texts(COUNT)
+    assert deaths >= 6  # two lots, each with its record
 
 
 def test_files_of_others_are_not_written_over(
@@ -210,6 +178,8 @@ def test_beginning_of_something_else_is_not_gone_on_with(
     output, notes = tmp_path / "pool.npy", tmp_path / "pool.npy.json"
     begin(encoder, text_file, output, batch_size=BATCH)
     begun = files_of(tmp_path)
+    with pytest.raises(DataError, match=r"pool.npy: holds 6 of 23 texts; run the same"):
+        Index.load(output)
     with pytest.raises(DataError, match=r"pool.npy: exists, and was made with batch_size=2;"):
         encode_file(encoder, text_file, output, batch_size=BATCH + 1)
     make_run(tmp_path, seed=1)
@@ -233,20 +203,6 @@ def test_beginning_of_something_else_is_not_gone_on_with(
         encode_file(encoder, text_file, output, batch_size=BATCH)
 
 
-def test_what_is_lost_is_counted_over_all_sittings(encoder: TrainedEncoder, tmp_path: Path) -> None:
-    lines = ["cat dog bird", "cat 猫", "dog", "", "  ", "big\u2028house", *texts(10)]
-    with gzip.open(tmp_path / "texts.txt.gz", "wb") as file:
-        file.write("\ufeff".encode() + "\r\n".join(lines).encode())
-
-    arguments: Any = (encoder, tmp_path / "texts.txt.gz", tmp_path / "pool.npy")
-    options: Any = {"batch_size": BATCH, "max_tokens": 4}
-    begin(*arguments, **options)
-    record = encode_file(*arguments, **options)
-    assert (record["texts"], record["cut"], record["unknown"]) == (14, 1, 1)
-    kept = (tmp_path / "pool.npy.txt").read_text(encoding="utf-8").splitlines()
-    assert kept[:4] == ["cat dog bird", "cat 猫", "dog", "big house"]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -266,43 +222,36 @@ def test_unusable_texts_are_told(
     assert not (tmp_path / "pool.npy").exists()
 
 
-def test_unusable_arguments_are_told(
-    encoder: TrainedEncoder, text_file: Path, tmp_path: Path
+def test_unusable_arguments_and_models_are_told(
+    run: Path, encoder: TrainedEncoder, text_file: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=r"received the suffix '.csv'; allowed is .npy"):
-        encode_file(encoder, text_file, tmp_path / "pool.csv")
-    for tokens, allowed in ((1, "allowed are whole numbers from 2"), (17, "the model reads at")):
-        with pytest.raises(DataError, match=f"received max_tokens={tokens}; {allowed}"):
-            encode_file(encoder, text_file, tmp_path / "pool.npy", max_tokens=tokens)
-    assert [*tmp_path.iterdir()] == [text_file]
-
-
-def test_diverged_model_is_told(run: Path, text_file: Path, tmp_path: Path) -> None:
     broken = load_encoder(run)
     weight = broken.model.embeddings.word.weight
     weight.set_value(weight * float("nan"))
-    with pytest.raises(DataError, match="vectors are not finite; the training has diverged"):
-        encode_file(broken, text_file, tmp_path / "pool.npy")
+    refused: list[tuple[TrainedEncoder, str, int, str]] = [
+        (encoder, "pool.csv", 9, r"received the suffix '.csv'; allowed is .npy"),
+        (encoder, "pool.npy", 1, "received max_tokens=1; allowed are whole numbers from 2"),
+        (encoder, "pool.npy", 17, "received max_tokens=17; the model reads at"),
+        (broken, "pool.npy", 9, "vectors are not finite; the training has diverged"),
+    ]
+    for model, name, tokens, words in refused:
+        with pytest.raises(DataError, match=words):
+            encode_file(model, text_file, tmp_path / name, max_tokens=tokens)
 
 
 # ------------------------------------------------------------------------- the trained model
 
 
-def test_run_and_its_checkpoints_are_the_same_model(
-    run: Path, text_file: Path, tmp_path: Path
+def test_the_checkpoint_of_a_killed_save_is_the_same_model(
+    encoder: TrainedEncoder, run: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    """Also one of a killed save, whose folder has another name until the run goes on."""
+    """Its folder has another name until the run goes on."""
     shutil.copytree(run, tmp_path / "killed")
     checkpoint = tmp_path / "killed" / "checkpoint" / "step-3"
     checkpoint.rename(checkpoint.with_name(".unfinished-step-3"))
-    found = [load_encoder(folder) for folder in (run, run / "checkpoint", tmp_path / "killed")]
-    assert len({one.fingerprint for one in found}) == 1
-    assert found[0].folder == run / "checkpoint" / "step-3"
-    assert (found[0].max_query_tokens, found[0].max_positive_tokens) == (10, 12)
-    assert not found[0].model.training
-    make_run(tmp_path, seed=1)
-    assert load_encoder(tmp_path / "run").fingerprint != found[0].fingerprint
-    encode_file(found[2], text_file, tmp_path / "pool.npy")
+    found = load_encoder(tmp_path / "killed")
+    assert found.fingerprint == encoder.fingerprint and not found.model.training
+    encode_file(found, text_file, tmp_path / "pool.npy")
     checkpoint.with_name(".unfinished-step-3").rename(checkpoint)
     assert Index.load(tmp_path / "pool.npy").search(["cat"], top_k=1)[0][0].rank == 1
 
@@ -376,12 +325,6 @@ def test_hits_are_those_of_brute_force(
         "is cut after 10 tokens, the limit for queries in training"
     )
     assert unknown == "'big 猫' has words outside the vocabulary; each of them is read as [UNK]"
-
-
-@pytest.mark.parametrize("queries", [[], ["cat", " "]])
-def test_nothing_to_search_for_is_told(queries: list[str], pools: Path) -> None:
-    with pytest.raises(DataError, match=r"received \d queries; allowed are one or more, none of"):
-        Index.load(pools).search(queries)
 
 
 def copy_of(pools: Path, folder: Path) -> Path:

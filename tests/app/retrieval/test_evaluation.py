@@ -16,15 +16,13 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paddle_recompute.app.retrieval.evaluation import Judgements, encode_batches, retrieval_metrics
-from paddle_recompute.errors import DataError, SyncError
-from tests.distributed.mortal_ranks import results_of
+from paddle_recompute.errors import DataError
 
 Array = NDArray[Any]
 
@@ -81,17 +79,6 @@ def test_scores_are_never_all_in_memory() -> None:
     assert peak < 2e6
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_vectors_that_are_not_finite_are_refused(number: float) -> None:
-    """NaN compares as smaller than everything, so it would look like a perfect model."""
-    good, bad = np.ones((3, 2), np.float32), np.ones((3, 2), np.float32)
-    bad[1, 0] = number
-    with pytest.raises(DataError, match=r"1 vectors of the queries .* row 1; the training has"):
-        retrieval_metrics(bad, good, np.arange(3))
-    with pytest.raises(DataError, match="1 vectors of the pool are not finite"):
-        retrieval_metrics(good, bad, np.arange(3))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -101,6 +88,12 @@ def test_vectors_that_are_not_finite_are_refused(number: float) -> None:
         ({"target": np.ones(3)}, r"targets of shape \(3,\), float64"),
         ({"target": np.array([0, -1, 1])}, "targets from -1 to 1; allowed"),
         ({"tile": 0}, "tile=0; all must be at least 1"),
+        # NaN compares as smaller than everything, so it would look like a perfect model.
+        (
+            {"query": np.array([[1, 1], [np.nan, 1], [1, 1]])},
+            "1 vectors of the queries .* row 1",
+        ),
+        ({"pool": np.array([[1, 1], [1, np.inf]] * 2)}, "2 vectors of the pool are not finite"),
         ({"target": Judgements.of([{0: 1}, {0: 1}, {}])}, "answers to 2; each of at least"),
         ({"target": Judgements.of([{0: 1}, {4: 1}, {0: 1}])}, "from 0 to 4; allowed are the rows"),
         ({"target": Judgements.of([{3: 1}] * 3), "excluded": np.array([-1, 3, -1])}, "is excluded"),
@@ -149,8 +142,13 @@ TEXTS = ["ab", "abcdef", "z", "hello", "xyz", "abcdefghij", "q"]
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 def test_vectors_come_in_the_order_of_the_texts(batch_size: int) -> None:
-    model, tokenizer = SumOfLetters(), Letters()
-    found = encode_batches(model, tokenizer, TEXTS, max_tokens=8, batch_size=batch_size)
+    """Those of a batch have about the same length."""
+    model, tokenizer, done = SumOfLetters(), Letters(), list[int]()
+    options: Any = {"max_tokens": 8, "batch_size": batch_size, "progress": done.append}
+    found = encode_batches(model, tokenizer, TEXTS, **options)
+    if batch_size == 3:
+        lengths = [[len(text) for text in batch] for batch in tokenizer.batches]
+        assert lengths == [[10, 6, 5], [3, 2, 1], [1]] and done == [3, 3, 1]
     weight = model.embedding.weight.numpy()
     expected = np.stack(
         [sum(weight[ord(letter) - ord("a") + 1] for letter in text[:8]) for text in TEXTS]
@@ -158,16 +156,6 @@ def test_vectors_come_in_the_order_of_the_texts(batch_size: int) -> None:
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_texts_of_a_batch_have_about_the_same_length() -> None:
-    tokenizer, done = Letters(), []
-    encode_batches(
-        SumOfLetters(), tokenizer, TEXTS, max_tokens=8, batch_size=3, progress=done.append
-    )
-    lengths = [[len(text) for text in batch] for batch in tokenizer.batches]
-    assert lengths == [[10, 6, 5], [3, 2, 1], [1]]
-    assert done == [3, 3, 1]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -201,40 +189,6 @@ def test_vector_of_zeros_remains_one_and_no_texts_are_refused() -> None:
     np.testing.assert_array_equal(found, np.zeros((7, 6), np.float32))
     with pytest.raises(DataError, match=r"received 0 texts and batch_size=3; both must be"):
         encode_batches(model, Letters(), [], max_tokens=8, batch_size=3)
-
-
-def results_of_a_rank() -> dict[str, Any]:
-    """In a share of the work, and what is refused."""
-    done: list[int] = []
-    many = {
-        batch_size: encode_batches(
-            SumOfLetters(),
-            Letters(),
-            TEXTS,
-            max_tokens=8,
-            batch_size=batch_size,
-            progress=done.append,
-            over_ranks=True,
-        )
-        for batch_size in (2, 100)  # 100: one batch, and so nothing for the second rank
-    }
-    texts = ["a", "b" * dist.get_rank()]
-    with pytest.raises(SyncError, match="the ranks' texts differ"):
-        encode_batches(
-            SumOfLetters(), Letters(), texts, max_tokens=8, batch_size=1, over_ranks=True
-        )
-    return {"encoded": many, "done": done}
-
-
-def test_ranks_share_the_work_and_have_what_one_process_has() -> None:
-    # New ones: in a process that has done other work the last bits were others (3.3.1, on a CPU).
-    for rank, found in enumerate(results_of(results_of_a_rank)):
-        for batch_size, vectors in found["encoded"].items():
-            alone = encode_batches(
-                SumOfLetters(), Letters(), TEXTS, max_tokens=8, batch_size=batch_size
-            )
-            np.testing.assert_array_equal(vectors, alone)
-        assert found["done"] == [[2, 2, 7], [2, 1, 7]][rank]
 
 
 # -------------------------------------------------------------------- the metrics of graded answers

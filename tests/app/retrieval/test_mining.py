@@ -1,12 +1,9 @@
-"""Mined negatives, against brute force, also of faiss; interrupted runs write the same bytes."""
+"""Mined negatives, against brute force; interrupted runs write the same bytes."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +19,12 @@ from paddle_recompute.app.retrieval import (
     mine,
 )
 from paddle_recompute.app.retrieval import mining as module
-from paddle_recompute.app.retrieval.approximate import Approximate
 from paddle_recompute.app.retrieval.index import top_of_tiles
-from paddle_recompute.errors import DataError, DependencyError
+from paddle_recompute.errors import DataError
 from tests.app.commands import command
 from tests.app.trainer.trained_run import make_run, texts
 
 POOL = [*texts(60), "Big Dog!", "the end"]
-has_faiss = importlib.util.find_spec("faiss") is not None
-needs_faiss = pytest.mark.skipif(
-    not has_faiss, reason="faiss is not installed: pip install faiss-cpu"
-)
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +40,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines[8] = lines[8].replace(some[1], f"{some[1].upper()}!")
     (folder / "pairs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def faiss_in_one_thread() -> Iterator[None]:
-    """HNSW of several threads differs from run to run."""
-    if not has_faiss:
-        yield
-        return
-    import faiss
-
-    before = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)
-    yield
-    faiss.omp_set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -144,30 +122,24 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("factory", [None, pytest.param("HNSW4", marks=needs_faiss)])
-@pytest.mark.parametrize("kill_at", [("mine", 0), ("mine", 4)])
-def test_a_killed_run_continues_to_the_same_bytes(
-    made: Path, tmp_path: Path, kill_at: tuple[str, int], factory: str | None
-) -> None:
-    whole = mined(made, tmp_path / "whole.jsonl", faiss=factory)
+def test_a_killed_run_continues_to_the_same_bytes(made: Path, tmp_path: Path) -> None:
+    whole = mined(made, tmp_path / "whole.jsonl")
 
     def kill(what: str, done: int, total: int) -> None:
-        if (what, done) == kill_at:
+        if (what, done) == ("mine", 4):
             raise Killed
 
     output = tmp_path / "parts.jsonl"
     with pytest.raises(Killed):
-        mined(made, output, faiss=factory, progress=kill)
-    if kill_at[1]:  # in the middle of a write
-        with output.open("ab") as file:
-            file.write(b'{"query": "half a li')
+        mined(made, output, progress=kill)
+    with output.open("ab") as file:  # in the middle of a write
+        file.write(b'{"query": "half a li')
     seen: list[tuple[str, int, int]] = []
-    again = mined(made, output, faiss=factory, progress=lambda *at: seen.append(at))
+    again = mined(made, output, progress=lambda *at: seen.append(at))
     assert again == whole
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    of_mine = kill_at[1] if factory is None else 0  # another index may find other texts
-    assert next(done for what, done, _ in seen if what == "mine") == of_mine
-    assert mined(made, output, faiss=factory) == whole  # nothing is left to do
+    assert next(done for what, done, _ in seen if what == "mine") == 4
+    assert mined(made, output) == whole  # nothing is left to do
 
 
 def test_other_inputs_are_refused(made: Path, tmp_path: Path) -> None:
@@ -228,70 +200,3 @@ def test_command(made: Path, tmp_path: Path) -> None:
         ("5:4", "received ranks 5 to 4 and margins []; the first rank is at most the last"),
     ):
         assert words in command(*arguments, "--ranks", ranks, code=2).stderr
-
-
-# ----------------------------------------------------------------------------------------- faiss
-
-
-@needs_faiss
-def test_a_flat_index_mines_what_exact_search_mines(made: Path, tmp_path: Path) -> None:
-    exact = mined(made, tmp_path / "exact.jsonl", MiningOptions(margin=0.01))
-    arguments = mining(made, tmp_path / "flat.jsonl")
-    shown = command(*arguments, "--margin", "0.01", "--faiss", "Flat").stdout.splitlines()
-    assert "  faiss Flat: finds 1.0000 of what exact search finds" in shown
-    record = json.loads(shown[-1])
-    assert (tmp_path / "flat.jsonl").read_bytes() == (tmp_path / "exact.jsonl").read_bytes()
-    assert (record["faiss"], record["recall"]) == ("Flat", 1.0)
-    assert "recall" not in exact
-    counts = ("lines_with", "scores_of_negatives", "scores_of_positives")
-    assert [record[name] for name in counts] == [exact[name] for name in counts]
-    for other in ("HNSW4", None):
-        with pytest.raises(DataError, match=r"exists, and was made with faiss=Flat; remove"):
-            mined(made, tmp_path / "flat.jsonl", MiningOptions(margin=0.01), faiss=other)
-
-
-@needs_faiss
-@pytest.mark.parametrize("factory", ["IVF4,Flat", "IVF4,Flat;nprobe=4"])
-def test_what_is_found_has_exact_scores_and_a_recall(factory: str, tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    vectors = random.standard_normal((9000, 8)).astype(np.float32)
-    query = random.standard_normal((5, 8)).astype(np.float32)
-    Index(vectors, [f"text {number}" for number in range(9000)]).save(tmp_path / "pool.npy")
-    seen: list[tuple[int, int]] = []
-    on_disk = Index.load(tmp_path / "pool.npy")
-    found = Approximate(on_disk, factory, lambda *at: seen.append(at))
-    assert seen == [(8192, 9000), (9000, 9000)]
-    scores, rows = found.top(query, 5000)
-    for number in range(5):
-        inside = rows[number] >= 0
-        expected = (query[number].astype(np.float64) @ vectors[rows[number, inside]].T).astype("f4")
-        np.testing.assert_allclose(scores[number, inside], expected, rtol=1e-6)
-        assert np.all(np.diff(scores[number, inside]) <= 0)
-        assert np.all(np.isinf(scores[number, ~inside]))
-    assert (rows == -1).any() == (factory == "IVF4,Flat")  # a cluster has fewer
-    exact = np.argsort(-(query @ vectors.T), axis=1)[:, :100]
-    _, rows = found.top(query, 100)
-    share = np.mean([len({*a} & {*b}) / 100 for a, b in zip(exact, rows, strict=True)])
-    assert found.recall(query, 100) == pytest.approx(share)
-    assert share == 1 if "nprobe=4" in factory else share < 1
-
-
-@needs_faiss
-@pytest.mark.parametrize(
-    ("factory", "reason"),
-    [
-        ("Nonsense", "could not parse index string Nonsense"),
-        ("IVF4096,Flat", "should be at least as large as number of clusters"),
-        ("IVF4,Flat;nprobe=0", "cur_nprobe > 0"),
-    ],
-)
-def test_what_faiss_refuses_is_told(made: Path, tmp_path: Path, factory: str, reason: str) -> None:
-    with pytest.raises(DataError, match=rf"--faiss {factory}: refused by faiss \(.*{reason}"):
-        mined(made, tmp_path / "out.jsonl", faiss=factory)
-
-
-def test_without_faiss(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(DependencyError, match=r"is not installed; pip install faiss-cpu \(or 'pad"):
-        mined(made, tmp_path / "out.jsonl", faiss="Flat")
-    assert not [*tmp_path.iterdir()]  # nothing is encoded

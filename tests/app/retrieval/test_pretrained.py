@@ -7,9 +7,7 @@ The comparison with `transformers` needs PyTorch, in an environment without Padd
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
-from paddle_recompute import RecomputeConfig, apply_recompute
 from paddle_recompute.app.config import Config, ModelConfig
 from paddle_recompute.app.data import check_vocabulary
 from paddle_recompute.app.retrieval import (
@@ -38,10 +35,10 @@ from tests.app.commands import command
 from tests.app.retrieval.make_models import CASES
 from tests.app.retrieval.pretrained import KINDS, add_modules, make_folder, model_of
 from tests.app.retrieval.test_hugging_face import (
-    TORCH_PYTHON,
     needs_converter,
     needs_torch,
-    with_transformers,
+    run_torch,
+    vectors_of,
 )
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
@@ -59,12 +56,6 @@ def ids_of(kind: str) -> NDArray[np.int64]:
     for row, length in enumerate((7, 3, 1)):
         ids[row, length:] = pad
     return ids
-
-
-def vectors_of(model: paddle.nn.Layer, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    with paddle.no_grad():
-        found: NDArray[np.float32] = model(paddle.to_tensor(ids)).numpy()
-    return found
 
 
 # ------------------------------------------------------------------------------------ architectures
@@ -86,8 +77,10 @@ def test_a_folder_has_the_vectors_of_its_model(kind: str, tmp_path: Path) -> Non
     assert abs(vectors - vectors.mean(axis=0)).max() > 0.1  # texts get different vectors
 
 
-@pytest.mark.parametrize("pooling", ["first", "mean", "max", "last"])
-@pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "pooling"),
+    [("bert", "mean"), ("roberta", "max"), ("mpnet", "first"), ("qwen3", "last")],
+)
 def test_padding_before_a_text_changes_nothing(kind: str, pooling: str, tmp_path: Path) -> None:
     model, ids = make_folder(tmp_path, kind, pooling=pooling), ids_of(kind)
     lengths = (ids != model.pad_token_id).sum(axis=1)
@@ -143,19 +136,6 @@ def test_a_decoder_computes_what_is_published(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * 10)
 
 
-def test_the_attention_of_a_decoder_has_a_name_for_keep(tmp_path: Path) -> None:
-    model, ids = make_folder(tmp_path, "qwen3"), paddle.to_tensor(ids_of("qwen3"))
-    found = []
-    for keep in (None, ["encoder.layers.*.self_attn.attend"]):
-        if keep is not None:
-            config = RecomputeConfig(checkpoints=["encoder.layers.*"], keep=keep)
-            assert "encoder.layers.0.self_attn.attend" in apply_recompute(model, config).kept
-        model(ids).square().sum().backward()
-        found.append([one.grad.numpy().tobytes() for one in model.encoder.parameters()])
-        model.clear_gradients()
-    assert found[0] == found[1]
-
-
 def test_the_distances_of_mpnet(tmp_path: Path) -> None:
     """Rows 0 to 7 are near tokens before it, to 15 further ones; 16 to 31 are those behind it."""
     model = make_folder(tmp_path, "mpnet", max_position_embeddings=302)
@@ -186,25 +166,6 @@ def test_every_folder_of_a_run_and_what_it_exports(tmp_path: Path) -> None:
         assert (encoder.max_query_tokens, encoder.max_positive_tokens) == (10, 12)
     with pytest.raises(CheckpointError, match=r"no trained model; .* no config\.json"):
         load_encoder(tmp_path)
-
-
-def test_commands_take_a_pretrained_model(tmp_path: Path) -> None:
-    """Without any training: evaluate, encode, search, mine, export."""
-    folder = tmp_path / "hf"
-    make_folder(folder)
-    pairs = tmp_path / "pairs.tsv"
-    pairs.write_text("".join(f"{one}\t{one} cloud\n" for one in texts(30)))
-    pool = tmp_path / "pool.txt"
-    pool.write_text("\n".join(texts(30)))
-    made = command("evaluate", "--model", folder, "--data", pairs, "--json")
-    assert json.loads(made.stdout.splitlines()[-1])["step"] == 0
-    command("encode", "--model", folder, "--output", tmp_path / "pool.npy", pool)
-    assert (
-        "1.0000  cat big" in command("search", "--index", tmp_path / "pool.npy", "cat big").output
-    )
-    mined = tmp_path / "mined.jsonl"
-    command("mine", "--model", folder, "--pairs", pairs, "--pool", pool, "--output", mined)
-    command("export", "--model", folder, "--format", "inference", "--output", tmp_path / "served")
 
 
 def test_init_writes_a_configuration_that_trains(tmp_path: Path) -> None:
@@ -434,19 +395,7 @@ LONG = "the river and the stone and the tree " * 40
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Folders of all architectures, and their vectors."""
     folder = tmp_path_factory.mktemp("theirs")
-    return folder, run_torch("make", folder, texts=[*TEXTS, LONG])
-
-
-def run_torch(*arguments: str | Path, texts: list[str]) -> dict[str, Any]:
-    script = Path(__file__).with_name("make_models.py")
-    run = subprocess.run(
-        [TORCH_PYTHON, str(script), *map(str, arguments)],
-        input=json.dumps(texts), env={**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
+    return folder, run_torch("make_models.py", "make", folder, given=[*TEXTS, LONG])
 
 
 @pytest.mark.timeout(600)
@@ -463,7 +412,7 @@ def test_the_vectors_of_sentence_transformers(theirs: tuple[Path, dict[str, Any]
             print(f"{name}, {side}: largest difference {difference:.2g}")
             assert difference < TOLERANCE
         write_hugging_face(encoder, folder / "written" / name)
-    written = run_torch("encode", folder / "written", texts=given)
+    written = run_torch("make_models.py", "encode", folder / "written", given=given)
     for name in CASES:
         difference = abs(np.array(written[name]) - np.array(made[name]["document"])).max()
         print(f"{name}, written: largest difference {difference:.2g}")
@@ -479,7 +428,7 @@ def test_onnxruntime_has_the_vectors_of_mpnet(
     """Whose positions paddle2onnx gives a wrong shape, which onnxruntime believes."""
     encoder = load_encoder(theirs[0] / "mpnet")
     write_onnx(encoder, tmp_path / "served")
-    found = with_transformers("onnx", tmp_path / "served", given=TEXTS)
+    found = run_torch("with_transformers.py", "onnx", tmp_path / "served", given=TEXTS)
     assert list(found["inputs"]) == ["input_ids", "attention_mask"]
     difference = abs(np.array(found["sentence_embedding"]) - encode_texts(encoder, TEXTS)).max()
     assert difference < TOLERANCE

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import doctest
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,14 +33,12 @@ from paddle_recompute.app.retrieval import encoding as encode_module
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import DataError, SyncError
-from paddle_recompute.weights import load_weights
 from tests.app.commands import assert_refused, command
 from tests.app.data.test_judged import written as write_judged
 from tests.app.retrieval.test_evaluation import expected
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
 from tests.distributed.mortal_ranks import results_of
-from tests.processes import python
 from tests.ranks import ROOT
 
 PROMPTS = {"model__query_prompt": "big query ", "model__document_prompt": "stone "}
@@ -215,35 +212,12 @@ def encode(folder: Path, texts: Path, output: Path) -> list[str | Path]:
     return ["encode", "--model", folder / "run", "--output", output, texts]
 
 
-def test_texts_are_encoded_and_found(folder: Path, tmp_path: Path) -> None:
-    given, output = tmp_path / "texts.txt", tmp_path / "pool.npy"
-    given.write_text("\n".join([*texts(30), "cat zebra"]))
-    result = command(*encode(folder, given, output))
-    first, *notes, last = result.stdout.splitlines()
-    assert first == f"31 texts, vectors of 16 numbers: {output}"
-    assert notes == ["  texts with words that are not in the vocabulary: 1"]
-    assert json.loads(last)["output"] == str(output)
-
-    result = command("search", "--index", output, "--top-k", "3", "big cat")
-    lines = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
-    assert [rank for rank, _, _ in lines] == ["1", "2", "3"]
-    result = command("search", "--index", output, "--top-k", "3", "--json", "big cat", "dog")
-    found = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [one["query"] for one in found] == ["big cat", "dog"]
-    hits = [[str(hit["rank"]), f"{hit['score']:.4f}", hit["text"]] for hit in found[0]["results"]]
-    assert hits == lines
-    several = command("search", "--index", output, "--top-k", "1", "big cat", "dog")
-    assert [line.split()[0] for line in several.stdout.splitlines()] == ["big", "1", "dog", "1"]
-
-
 def test_errors_of_encode_and_search_are_one_paragraph(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, pool = folder / "texts.txt", tmp_path / "pool.npy"
     of_none = encode(tmp_path, given, pool)
     assert_refused(of_none, "contains no trained model", after="Encoding ")
-    missing = ["search", "--index", pool, "dog"]
-    assert_refused(missing, "there is no such file", "paddle-recompute encode")
     # A run that was moved
     command(*encode(folder, given, pool))
     about = tmp_path / "pool.npy.json"
@@ -261,25 +235,32 @@ def test_errors_of_encode_and_search_are_one_paragraph(
     assert "interrupted; run the same command again to continue" in result.stderr
 
 
-def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Path) -> None:
-    index = tmp_path / "pool.npy"
-    encode_file(load_encoder(folder / "run"), folder / "texts.txt", index)
+def test_texts_are_encoded_and_found(folder: Path, tmp_path: Path) -> None:
+    given, index = tmp_path / "texts.txt", tmp_path / "pool.npy"
+    given.write_text("\n".join([*texts(30), "cat zebra"]))
+    first, *notes, last = command(*encode(folder, given, index)).stdout.splitlines()
+    assert first == f"31 texts, vectors of 16 numbers: {index}"
+    assert notes == ["  texts with words that are not in the vocabulary: 1"]
+    assert json.loads(last)["output"] == str(index)
+
     queries = [*texts(30), "big dog"]
     (tmp_path / "queries.txt").write_text("\n".join(queries) + "\n\n")
-
-    search = ["search", "--index", str(index), "--top-k", "2", "--queries"]
-    asked, output = str(tmp_path / "queries.txt"), tmp_path / "found.jsonl"
-    (tmp_path / "link.jsonl").symlink_to(output)
-    assert command(*search, asked, "--output", tmp_path / "link.jsonl").stdout_bytes == b""
-    lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    search = ["search", "--index", str(index), "--top-k", "2"]
+    found = command(*search, "--queries", tmp_path / "queries.txt", "--json").stdout
+    lines = [json.loads(line) for line in found.splitlines()]
     assert [line["query"] for line in lines] == queries
     expected = Index.load(index).search(queries, top_k=2)
     assert [line["results"] for line in lines] == [
         [hit.to_dict() for hit in one] for one in expected
     ]
+    shown = [line.split(maxsplit=2) for line in command(*search, "big dog").stdout.splitlines()]
+    best = lines[-1]["results"]
+    assert shown == [[str(hit["rank"]), f"{hit['score']:.4f}", hit["text"]] for hit in best]
+    several = command(*search, "big cat", "dog").stdout.splitlines()
+    assert [line.split()[0] for line in several] == ["big", "1", "2", "dog", "1", "2"]
     # In a process of its own, where Paddle is imported by the command, and says nothing.
     piped = subprocess.run(
-        [sys.executable, "-m", "paddle_recompute", *search, "-", "--json"],
+        [sys.executable, "-m", "paddle_recompute", *search, "--queries", "-", "--json"],
         cwd=ROOT,
         input="\n".join(queries),
         capture_output=True,
@@ -287,36 +268,15 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
         timeout=120,
     )
     assert piped.stderr == ""
-    for given, written in zip(piped.stdout.splitlines(), lines, strict=True):
+    for one, written in zip(piped.stdout.splitlines(), lines, strict=True):
         # On an AMD CPU the command takes another path of MKL, which rounds otherwise.
-        rows = [[hit["row"] for hit in one["results"]] for one in (json.loads(given), written)]
+        rows = [[hit["row"] for hit in one["results"]] for one in (json.loads(one), written)]
         assert rows[0] == rows[1]
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "none.txt").write_text(" \n\n")
-    refused: list[tuple[list[str | Path], str]] = [
-        ([asked, "--output", tmp_path / "pipe"], "is no plain file"),
-        (["-", "cat"], "search needs either queries or --queries FILE"),
-        ([tmp_path / "none.txt", "--output", tmp_path / "none.jsonl"], "contains no query"),
-    ]
-    for arguments, words in refused:
-        assert words in command(*search, *arguments, code=2).stderr
-    assert not (tmp_path / "none.jsonl").exists()
-
-
-@pytest.mark.timeout(180)
-def test_encode_under_fleetrun(folder: Path, tmp_path: Path) -> None:
-    script = tmp_path / "command.py"
-    script.write_text("from paddle_recompute.app.cli import main\n\nmain()\n")
-    output = tmp_path / "shared.npy"
-    launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
-    launch += ["--log_dir", str(tmp_path / "logs"), str(script)]
-    launch += ["encode", "--model", str(folder / "run"), str(folder / "texts.txt"), "--output"]
-    done = python(*launch, output, timeout=170)
-    assert done.stdout.count(f"texts, vectors of 16 numbers: {output}") == 1
-    encode_file(load_encoder(folder / "run"), folder / "texts.txt", tmp_path / "alone.npy")
-    # On an AMD CPU the command takes another path of MKL, which rounds otherwise.
-    alone, shared = np.load(tmp_path / "alone.npy"), np.load(output)
-    np.testing.assert_allclose(shared, alone, atol=1e-6)
+    none = command(*search, "--queries", tmp_path / "none.txt", "--json", code=2)
+    assert "contains no query" in none.stderr
+    both = command(*search, "--queries", "-", "cat", code=2).stderr
+    assert "search needs either queries or --queries FILE" in both
 
 
 def test_what_would_be_a_wrong_answer_is_refused(tmp_path: Path) -> None:
@@ -354,6 +314,7 @@ def test_arguments_of_other_types_are_refused(folder: Path, tmp_path: Path) -> N
         ("texts of generator; allowed is a list", lambda: Index(ones, (x for x in some))),
         ("text 0 is 3, of int; expected str", lambda: Index(ones, [3])),
         ("text 0 cannot be written as UTF-8", lambda: Index(ones, ["\udcff"])),
+        (r"2 queries; allowed are one or more, none of", lambda: index.search(["cat", " "])),
         ("queries of list; allowed is", lambda: index.top([[1.0] * 3], 1)),
         (r"queries of shape \(1, 2\); allowed is \[n, 3\]", lambda: index.top(ones[:, :2], 1)),
         ("top_k='3'; allowed are whole numbers", lambda: index.top(ones, "3")),
@@ -379,40 +340,19 @@ def test_the_file_holds_the_weights_and_a_new_model_reads_it(
     file_format: str, folder: Path, tmp_path: Path
 ) -> None:
     run, output = folder / "run", tmp_path / f"encoder.{file_format}"
-    result = command(*export(run, file_format, output))
+    told = json.loads(command(*export(run, file_format, output), "--json").stdout)
     trained = load_encoder(run)
     state = {name: tensor.numpy() for name, tensor in trained.model.state_dict().items()}
-    assert f"{len(state)} tensors" in result.output
-    told = json.loads(command(*export(run, file_format, output), "--json").stdout)
     assert told["written"] == str(output) and told["tensors"] == len(state)
-    models = [
-        build_model(config.model, trained.tokenizer.vocab_size)
-        for config in (tiny(tmp_path, model__init_from=str(output)), tiny(tmp_path))
-    ]
-    load_weights(models[1], output)  # strict: no name more, no name less
-    if file_format == "pdparams":  # Paddle itself sets it as the state of a Layer
-        found = {name: tensor.numpy() for name, tensor in paddle.load(str(output)).items()}
-        models.append(build_model(tiny(tmp_path).model, trained.tokenizer.vocab_size))
-        assert models[2].set_state_dict(paddle.load(str(output))) == ([], [])
-    else:
-        found = load_file(output)
-    read = [{name: one.numpy() for name, one in model.state_dict().items()} for model in models]
-    for tensors in (found, *read):
+    other = command(*export(run, file_format, tmp_path / "encoder.npz"), code=2).output
+    assert f"must end in .{file_format}" in other
+    config = tiny(tmp_path, model__init_from=str(output))
+    model = build_model(config.model, trained.tokenizer.vocab_size)
+    written = paddle.load(str(output)) if file_format == "pdparams" else load_file(output)
+    for tensors in (written, model.state_dict()):
         assert tensors.keys() == state.keys()
         for name, value in state.items():
             assert np.array_equal(tensors[name], value), name
-
-
-def test_a_suffix_of_the_other_format_and_a_folder_without_a_run(
-    folder: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "encoder.safetensors"
-    for run, file_format, words in (
-        (folder / "run", "pdparams", "must end in .pdparams"),
-        (tmp_path, "safetensors", "contains no trained model"),
-    ):
-        assert words in command(*export(run, file_format, output), code=2).output
-    assert not output.exists()
 
 
 # ----------------------------------------------------------------------------------------- evaluate

@@ -1,8 +1,7 @@
 """What `test_hugging_face` runs where PyTorch is, without Paddle and without this package.
 
-``encode FOLDER`` prints vectors of a BERT; ``make FOLDER`` writes it first; ``onnx FOLDER`` prints
-what a program takes and gives. Entries of its
-vocabulary and texts are on standard input.
+``encode FOLDER`` prints vectors of a BERT, ``onnx FOLDER`` what a program takes and gives.
+The texts are on standard input.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 
 def encode(folder: str, texts: list[str]) -> dict[str, Any]:
@@ -67,26 +66,6 @@ def onnx(folder: str, texts: list[str]) -> dict[str, Any]:
     return result
 
 
-def make(folder: str, entries: list[str]) -> None:
-    """A random BERT and a tokenizer with `entries`."""
-    torch.manual_seed(0)
-    settings = BertConfig(
-        vocab_size=len(entries),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-        max_position_embeddings=24,
-        initializer_range=0.2,
-    )
-    BertModel(settings).save_pretrained(folder)
-    with open(f"{folder}/vocab.txt", "w", encoding="utf-8") as file:
-        file.write("\n".join(entries) + "\n")
-    BertTokenizer.from_pretrained(folder, do_lower_case=True).save_pretrained(folder)
-
-
 if __name__ == "__main__":
-    entries, texts = json.load(sys.stdin)
-    if sys.argv[1] == "make":
-        make(sys.argv[2], entries)
+    texts = json.load(sys.stdin)
     json.dump((onnx if sys.argv[1] == "onnx" else encode)(sys.argv[2], texts), sys.stdout)

@@ -214,23 +214,23 @@ class Limit:
 
 
 @without_report
-def run_rank(folder: str, name: str, negatives: str, budget: int, **more: Any) -> dict[str, Any]:
-    settings = {**SETTINGS, "contrastive__negatives": negatives, **more}
+def run_rank(folder: str, name: str, budget: int, **more: Any) -> dict[str, Any]:
+    settings = {**SETTINGS, **more}
     settings["train__output_dir"] = str(Path(folder) / name)
     settings["recompute__memory_budget"] = f"{budget}B"
     return Trainer(tiny(Path(folder), **settings)).run()
 
 
-def run_with_less(folder: str, negatives: str) -> dict[str, Any]:
+def run_with_less(folder: str) -> dict[str, Any]:
     """An undisturbed run, and one in which rank 1 has less memory from its second step on."""
     limit = Limit()
     with pytest.MonkeyPatch.context() as patch:
         limit.install(patch)
-        budget = run_rank(folder, "plain", negatives, 2**30)["plain_peak_bytes"] * 101 // 100
+        budget = run_rank(folder, "plain", 2**30)["plain_peak_bytes"] * 101 // 100
         if dist.get_rank() == 1:
             limit.most = int(limit.highest * 0.9)
         with pytest.raises((OutOfMemoryError, PeerError)) as caught:
-            run_rank(folder, "short", negatives, budget, **REPLANS)
+            run_rank(folder, "short", budget, **REPLANS)
     return {
         "kind": type(caught.value).__name__,
         "message": str(caught.value),
@@ -239,9 +239,9 @@ def run_with_less(folder: str, negatives: str) -> dict[str, Any]:
     }
 
 
-def run_again(folder: str, negatives: str, budget: int) -> dict[str, Any]:
+def run_again(folder: str, budget: int) -> dict[str, Any]:
     """The same command, with the same little memory."""
-    found = run_rank(folder, "short", negatives, budget, **REPLANS)
+    found = run_rank(folder, "short", budget, **REPLANS)
     plan = RecomputePlan.load(Path(folder) / "short" / "plan.json")
     return {"loss": found["loss"], "excess": plan.costs.excess, "recomputes": plan.recomputes}
 
@@ -254,11 +254,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 @needs_peaks
-@pytest.mark.parametrize("negatives", [pytest.param("local", marks=pytest.mark.matrix), "global"])
 def test_one_rank_with_less_memory_ends_the_run_and_the_next_start_has_another_plan(
-    folder: Path, negatives: str
+    folder: Path,
 ) -> None:
-    first, second = results_of(run_with_less, folder=str(folder), negatives=negatives)
+    first, second = results_of(run_with_less, folder=str(folder))
     assert (first["kind"], second["kind"]) == ("PeerError", "OutOfMemoryError")
     assert (first["failures"], second["failures"]) == (0, 1)
     smaller = folder / "short" / "checkpoint" / "plan.json"
@@ -266,7 +265,7 @@ def test_one_rank_with_less_memory_ends_the_run_and_the_next_start_has_another_p
     assert first["message"].startswith(f"rank 1 on {HOST} failed")
     assert "MemoryError: more than" in first["message"]
     budget = first["budget"]
-    again = results_of(run_again, folder=str(folder), negatives=negatives, budget=budget)
+    again = results_of(run_again, folder=str(folder), budget=budget)
     assert again[0] == again[1]
     assert again[0]["recomputes"] and again[0]["excess"] >= int(0.05 * budget)
     assert len(losses_of(folder / "plain")) == 3

@@ -16,9 +16,8 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.app.encoder import ErnieEncoder
 from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Trainer, chunk_search, peak_memory
-from paddle_recompute.app.trainer.chunk_search import CLOSE_ESTIMATE, MemoryProbe, largest_chunks
-from paddle_recompute.app.trainer.peak_memory import Peaks, estimated_peaks, measure_peak
-from paddle_recompute.app.trainer.setup import with_recompute
+from paddle_recompute.app.trainer.chunk_search import MemoryProbe, largest_chunks
+from paddle_recompute.app.trainer.peak_memory import measure_peak
 from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.errors import ConfigError
 from tests.app.trainer.test_trainer import tiny
@@ -59,41 +58,42 @@ def found_with(peak_of: Any, budget: int) -> tuple[int | None, list[int]]:
     return (chunks.tokens or 0) // LONGEST, asked
 
 
-@pytest.mark.parametrize(("budget", "texts"), [(1099, 0), (1199, 1), (1500, 5), (4700, 37)])
-def test_as_many_texts_as_the_budget_allows(budget: int, texts: int) -> None:
-    found, asked = found_with(lambda texts: 1000 + 100 * texts if texts else 10**6, budget)
-    assert found is None if texts == 0 else texts * 7 // 8 <= (found or 0) <= texts
-    assert max(asked) <= max(budget, 1200)  # hardly ever beyond it
+def linear(texts: int) -> int:
+    return 1000 + 100 * texts if texts else 10**6
 
 
 @pytest.mark.parametrize(
     ("peak_of", "budget", "texts"),
     [
+        *((linear, *case) for case in [(1099, None), (1199, 1), (1500, 5), (4700, 37)]),
         (lambda texts: 1000 + 100 * (texts or 190), 20_000, 0),
         (lambda texts: 1000 + 100 * (texts or 190), 19_999, PAIRS),
         (lambda texts: 10 if 0 < texts <= 8 else None, 1000, 8),
         # A jump, as from the loss, which is what takes most, to the chunks.
         (lambda texts: max(900, 100 * texts) if texts else 10**6, 1000, 10),
     ],
-    ids=["all at once", "not all at once", "does not fit", "jump"],
 )
-def test_the_search_ends_where_it_must(peak_of: Any, budget: int, texts: int) -> None:
-    assert found_with(peak_of, budget)[0] == texts
+def test_as_many_texts_as_the_budget_allows(peak_of: Any, budget: int, texts: int | None) -> None:
+    """0: all at once; None: not one."""
+    found, asked = found_with(peak_of, budget)
+    if peak_of is linear and texts:
+        assert texts * 7 // 8 <= (found or 0) <= texts
+        assert max(asked) <= max(budget, 1200)  # hardly ever beyond it
+    else:
+        assert found == texts
 
 
 def test_too_small_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: None)
     monkeypatch.setattr(chunk_search, "measure_peak", lambda *_: 1100)
     message = r"memory_budget: 1\.0 KiB is too little; .* one text .*1\.1 KiB.*set contrastive.tile"
     with pytest.raises(ConfigError, match=message):
         probe_of(1024).choose_chunks()
 
 
-def test_without_estimates_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(config: Config, vocab_size: int, chunks: Chunks) -> int:
         return 1000 + 100 * (chunks.tokens // LONGEST if chunks else PAIRS)
 
-    monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: None)
     monkeypatch.setattr(chunk_search, "measure_peak", measured)
     said: list[str] = []
     probe = probe_of(2048, said.append)
@@ -102,65 +102,6 @@ def test_without_estimates_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -
     assert f"each rank encodes {chunks.tokens} tokens at a time (contrastive.chunk_" in said[-1]
     assert probe.choose_chunks(ONE_TEXT) == ONE_TEXT
     assert said[-1].endswith("each rank encodes 12 tokens at a time, as before")
-
-
-@needs_peaks_of_steps
-@pytest.mark.parametrize("policy", [pytest.param("all", marks=pytest.mark.matrix), "budget"])
-def test_chunks_are_found_by_estimates_and_verified_by_a_step(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = {"contrastive__global_batch": 24, "recompute__policy": policy}
-    if policy == "budget":
-        small["recompute__memory_budget"] = "1GiB"
-    config, measured = config_of(None, **small), []
-    for chunks in (ONE_TEXT, Chunks(tokens=6 * LONGEST), Chunks()):
-        peaks = [
-            measure_peak(one, 100, chunks) for one in (with_recompute(config, enable=False), config)
-        ]
-        # This step is so small that vectors and identifiers count: 4 KiB.
-        estimated = estimated_peaks(config, 100, chunks)
-        assert estimated == pytest.approx(peaks, rel=CLOSE_ESTIMATE, abs=4096), chunks
-        measured.append(peaks[1])
-    budget, steps = (measured[0] + measured[2]) // 2, []
-
-    def noted(*arguments: Any) -> int:
-        steps.append(measure_peak(*arguments))
-        return steps[-1]
-
-    monkeypatch.setattr(chunk_search, "measure_peak", noted)
-    chunks = probe_of(budget, **small).choose_chunks()
-    assert LONGEST < chunks.tokens < 24 * LONGEST
-    assert len(steps) == 1 and 0.7 * budget < steps[0] <= budget
-
-
-@needs_peaks_of_steps
-@pytest.mark.parametrize(
-    ("changes", "error", "found", "steps"),
-    [
-        ({}, 0.005, (2999, 1000), [True]),
-        ({}, 0.02, (3000, 1000), [True, False]),
-        ({"recompute__enable": False}, 0.02, (3000, 3000), [False]),
-    ],
-    ids=["estimated", "measured", "it is the one"],
-)
-def test_the_plain_step_is_run_only_where_the_estimate_of_the_other_is_wrong(
-    changes: dict[str, Any],
-    error: float,
-    found: tuple[int, int],
-    steps: list[bool],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def measured(config: Config, *_: Any) -> int:
-        runs.append(config.recompute.enable)
-        return 1000 if config.recompute.enable else 3000
-
-    runs: list[bool] = []
-    estimate = Peaks(2999, int(1000 * (1 + error)))
-    monkeypatch.setattr(chunk_search, "measure_peak", measured)
-    monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: estimate)
-    probe = probe_of(None, train__measure_plain=True, **changes)
-    assert probe.measure(Chunks()) == found
-    assert runs == steps
 
 
 def test_the_plain_step_of_a_run_with_offloaded_parameters_has_none(
@@ -177,39 +118,6 @@ def test_the_plain_step_of_a_run_with_offloaded_parameters_has_none(
     found = probe_of(None, train__measure_plain=True, **offloaded).measure(Chunks())
     assert found == (1000, 1000)
     assert measured_steps == [(True, "host", 2), (False, "none", 1)]
-
-
-@needs_peaks_of_steps
-def test_a_block_that_does_not_fit_leaves_the_chunks_to_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # An estimate reads no weights.
-    config = config_of(None, model__init_from="nowhere/model.safetensors")
-    assert estimated_peaks(config, 100, Chunks()) is not None
-    monkeypatch.setattr(peak_memory, "measure_costs", mock.Mock(side_effect=MemoryError))
-    assert estimated_peaks(config, 100, Chunks()) is None
-
-
-@pytest.mark.matrix
-@needs_peaks_of_steps
-def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of any one length, in chunks of the same tokens."""
-    config, chunks = config_of(None), Chunks(tokens=8 * LONGEST)
-    dearest = measure_peak(config, 100, chunks)
-    # With more chunks, more second outputs (float32) wait for their comparison.
-    waiting = 4 * config.model.hidden_size * config.local_batch
-    make = peak_memory.largest_batch
-    for length in (2, 5, 8, LONGEST):
-
-        def of_one_length(*arguments: Any, length: int = length, **_: Any) -> Any:
-            whole = make(arguments[0], arguments[1], Chunks())
-            for ids in whole.values():
-                ids[:, length:] = 0
-            return whole
-
-        monkeypatch.setattr(peak_memory, "largest_batch", of_one_length)
-        # A chunk of lengths that leave no remainder may have a text more.
-        assert measure_peak(config, 100, chunks) < 1.02 * dearest + waiting, length
 
 
 @pytest.mark.parametrize(
@@ -229,10 +137,7 @@ def test_a_step_that_does_not_fit(
 
 
 @needs_peaks_of_steps
-@pytest.mark.parametrize(
-    "chunks", [pytest.param({}, marks=pytest.mark.matrix), {"contrastive__chunk_tokens": 120}]
-)
-def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_path: Path) -> None:
+def test_training_takes_no_more_than_was_measured(tmp_path: Path) -> None:
     """Long texts, and so many pairs that the batches read ahead are noticed."""
     random = np.random.default_rng(0)
     words = {" ".join(random.choice(list("abcdefghij"), size=12)) for _ in range(1200)}
@@ -241,7 +146,7 @@ def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_pa
     (tmp_path / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
     config = tiny(
         tmp_path,
-        **chunks,
+        contrastive__chunk_tokens=120,
         contrastive__global_batch=256,
         contrastive__tile=64,
         contrastive__mask_false_negatives=True,
@@ -251,7 +156,7 @@ def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_pa
     )
     Trainer(config).run()
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    measured = measure_peak(config, 453, Chunks(tokens=chunks.get("contrastive__chunk_tokens")))
+    measured = measure_peak(config, 453, Chunks(tokens=120))
     assert measured * 0.7 < max(step["peak_bytes"] for step in steps) <= measured
 
 
@@ -288,11 +193,10 @@ def test_chunks_of_a_run_are_within_the_budget_and_those_of_a_resumed_run(folder
 
 
 @needs_peaks_of_steps
-@pytest.mark.parametrize(("size", "changes"), [(4, {}), (16, {"contrastive__hard_negatives": 2})])
-def test_chunks_of_pairs_are_measured_on_two(size: int, changes: dict[str, Any]) -> None:
+def test_chunks_of_pairs_are_measured_on_two() -> None:
     """The peak is that of a step in which all texts are of full length."""
-    wide = {"model__hidden_size": 64, "model__intermediate_size": 128, "contrastive__tile": 16}
-    config = config_of(None, **wide, **changes)
+    size, wide = 16, {"model__hidden_size": 64, "model__intermediate_size": 128}
+    config = config_of(None, **wide, contrastive__tile=16, contrastive__hard_negatives=2)
     found, calls, encode = [], [], ErnieEncoder.forward
 
     def noted(self: Any, ids: Any, *more: Any) -> Any:

@@ -93,3 +93,12 @@ def test_what_speaks_against_a_training_is_said(
     notes = without_gain(load_config(TINY), {**GOOD, **changes})
     assert len(notes) == len(words)
     assert all(word in note for word, note in zip(words, notes, strict=True))
+
+
+def test_the_advice_is_for_the_weights_that_the_run_began_with() -> None:
+    config, record = load_config(TINY), {**GOOD, "loss": 5.5435}
+    of_weights = config.model.model_copy(update={"init_from": Path("weights")})
+    pretrained = config.model_copy(update={"model": of_weights})
+    assert "Try model.pooling: mean" in without_gain(config, record)[0]
+    [note] = without_gain(pretrained, record)
+    assert "Try a lower contrastive.temperature" in note and "pooling" not in note

@@ -12,16 +12,14 @@ from unittest import mock
 
 import paddle.distributed as dist
 import pytest
-import yaml
 
-from paddle_recompute.app.launch import launch
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.offload._chain import Chain
 from paddle_recompute.offload._ranks import OwnedShard
 from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
 from tests.distributed.mortal_ranks import assert_rank_0_names_killed_rank_1
-from tests.ranks import ROOT, run_ranks
+from tests.ranks import run_ranks
 
 RUN: dict[str, Any] = {
     "launch__num_ranks": 2,
@@ -38,11 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "ranks": ON_RANKS,
     "disk": {"recompute__offload_parameters": "disk", "recompute__num_shards": 2},
 }
-# Where rank 1 is killed: a shard, or a parameter for the checkpoint, travels; between the backwards
-# of two shards. And in which call of it.
+# Where rank 1 is killed: a shard travels; between the backwards of two. And in which call of it.
 PLACES: dict[str, tuple[str, type, str, int]] = {
     "a shard is sent": ("ranks", OwnedShard, "load", 3),
-    "a parameter is sent": ("ranks", OwnedShard, "fetch", 3),
     "between two backwards": ("disk", Chain, "note_backward", 1),
 }
 
@@ -92,14 +88,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "plain"
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "a shard is sent",
-        pytest.param("a parameter is sent", marks=pytest.mark.matrix),
-        "between two backwards",
-    ],
-)
+@pytest.mark.parametrize("place", PLACES)
 def test_a_run_of_which_a_rank_was_killed_resumes(place: str, whole: Path, tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.tsv")
     (tmp_path / "shards").mkdir()
@@ -113,41 +102,3 @@ def test_a_run_of_which_a_rank_was_killed_resumes(place: str, whole: Path, tmp_p
     goes_on = "plain" if place == "a shard is sent" else way
     run_ranks(train, 2, folder=str(tmp_path), name="run", way=goes_on, train__resume=True)
     assert_same_run(tmp_path / "run", whole)
-
-
-# --------------------------------------------------------------------------- under our launcher
-
-LAUNCHED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "stage 1": {"strategy__sharding": True},
-    "stage 3": ON_RANKS,
-}
-TRAIN = """
-import sys
-from paddle_recompute import Trainer, load_config
-from tests.app.trainer.test_trainer import unmeasured
-
-for file in sys.argv[1:]:
-    unmeasured(Trainer(load_config(file)).run)()
-"""
-
-
-@pytest.mark.timeout(240)
-def test_launched_runs_have_the_bits_of_the_plain_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launcher gives its ranks settings of its own."""
-    write_pairs(tmp_path / "pairs.tsv")
-    for name in [name for name in os.environ if name.startswith("FLAGS_")]:
-        monkeypatch.delenv(name)  # what a user has set wins over the launcher
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    (tmp_path / "train.py").write_text(TRAIN)
-    files = []
-    for name, changes in LAUNCHED.items():
-        output = {"train__output_dir": str(tmp_path / name)}
-        config = tiny(tmp_path, **RUN, **changes, **output)
-        files.append(tmp_path / f"{name}.yaml")
-        files[-1].write_text(yaml.safe_dump(config.to_dict()))
-    launch(config, [str(tmp_path / "train.py"), *map(str, files)])
-    for name in LAUNCHED:
-        assert_same_run(tmp_path / name, tmp_path / "plain")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import paddle.nn.functional as F
 import pytest
 from pydantic import ValidationError
 
+from paddle_recompute._paddle.memory import can_reset_peak
 from paddle_recompute.app.config import Config, ModelConfig
 from paddle_recompute.app.data.prepare import check_vocabulary
 from paddle_recompute.app.encoder import ErnieEncoder, TwoTowers, build_model
@@ -21,7 +21,7 @@ from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.errors import ConfigError
 from tests.app.commands import command
 from tests.app.retrieval.pretrained import make_folder
-from tests.app.trainer.test_hard_negatives import first_batch
+from tests.app.trainer.test_hard_negatives import first_batch, norm_of_gradients, plainly
 from tests.app.trainer.test_same_training import HARD, STILL, write_hard_negatives
 from tests.app.trainer.test_trainer import held_out, numbers_of, tiny, weights_of
 from tests.ranks import run_ranks
@@ -49,29 +49,11 @@ def test_the_first_step_is_that_of_the_plain_loss(frozen: str | None, folder: Pa
     (_, _, found, _, norm_found) = numbers_of(config.train.output_dir)[0]
     batch, model = first_batch(config)
 
-    def vectors(encoder: Any, ids: Any) -> Any:
-        return F.normalize(encoder(ids).astype("float64"), axis=-1)
-
-    query, positive = (
-        vectors(model.query, batch["query"]),
-        vectors(model.positive, batch["positive"]),
-    )
-    negatives = batch["negatives"]
-    more = vectors(model.positive, negatives.reshape([-1, negatives.shape[-1]]))
-    scores = query @ paddle.concat([positive, more]).T / config.contrastive.temperature
-    ids = paddle.concat([batch["positive_ids"], batch["negative_ids"].flatten()])
-    same = batch["positive_ids"].unsqueeze(1) == ids.unsqueeze(0)
-    pairs = len(query)
-    diagonal = paddle.concat([paddle.eye(pairs), paddle.zeros([pairs, len(more)])], 1) > 0
-    scores = paddle.where(same & ~diagonal, paddle.full_like(scores, -1e30), scores)
-    labels = paddle.arange(pairs)
-    loss = (F.cross_entropy(scores, labels) + F.cross_entropy(scores[:, :pairs].T, labels)) / 2
-    loss.backward()
-    gradients = [one.grad.astype("float64") for one in model.parameters() if one.grad is not None]
-    assert len(gradients) == len(model.parameters()) // (2 if frozen else 1)
-    norm = math.sqrt(sum(float((one**2).sum()) for one in gradients))
-    assert found == pytest.approx(float(loss), rel=1e-5)
-    assert norm_found == pytest.approx(norm, rel=1e-4)
+    loss = plainly(config, model.query, model.positive, batch)
+    trained = [one for one in model.parameters() if one.grad is not None]
+    assert len(trained) == len(model.parameters()) // (2 if frozen else 1)
+    assert found == pytest.approx(loss, rel=1e-5)
+    assert norm_found == pytest.approx(norm_of_gradients(model), rel=1e-4)
 
 
 def test_a_run_is_resumed_exactly_evaluated_and_exported(folder: Path) -> None:
@@ -185,5 +167,25 @@ def test_weights_of_two_folders(tmp_path: Path) -> None:
     ],
 )
 def test_what_knows_one_encoder_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="they know one encoder"):
+    with pytest.raises(ValidationError, match=r"they know one encoder|a Program has one encoder"):
         tiny(tmp_path, **SEPARATE, **changes)
+
+
+def test_commands_take_the_patterns_of_train(folder: Path) -> None:
+    patterns = {
+        "recompute__checkpoints": ["encoder.layers.*"],
+        "recompute__keep": ["encoder.layers.*.self_attn"],
+    }
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(configured(folder, train__max_steps=1, **patterns).to_dict()))
+    Trainer(configured(folder, train__max_steps=1, **patterns)).run()
+    found = json.loads(command("doctor", "--json", "--config", file).stdout)
+    layers = 2 * configured(folder).model.num_layers
+    assert any(f", {layers} recomputed" in note for note in found["notes"])
+    if can_reset_peak():
+        policies = json.loads(command("estimate", "--json", "--config", file).stdout)["policies"]
+        peaks = {one["policy"]: one["peak_bytes"] for one in policies}
+        assert peaks["all"] < peaks["plain"]
+    told = command("parity", "--config", file, code=2).stderr
+    assert "parity trains in mode: static, too, whatever mode is set" in told
+    assert "model.towers: separate: does not go with mode: static: a Program has one" in told

@@ -1,0 +1,86 @@
+"""``config validate`` finds what ``train`` would refuse before its first step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_recompute.app.trainer import Trainer
+from paddle_recompute.errors import CheckpointError
+from tests.app.commands import command
+from tests.app.retrieval.pretrained import make_folder
+from tests.app.trainer.test_trainer import tiny, write_pairs
+from tests.app.trainer.trained_run import make_run
+
+NEGATIVES = {"contrastive__hard_negatives": 90, "contrastive__fill": "random"}
+PRECISION = {"strategy__amp": True, "strategy__amp_configs__dtype": "bfloat16"}
+
+
+def validated(folder: Path, *, code: int = 0, **changes: Any) -> dict[str, Any]:
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(tiny(folder, **changes).to_dict()), encoding="utf-8")
+    found = command("config", "validate", "--json", "--config", file, code=code)
+    record: dict[str, Any] = json.loads(found.stdout)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data__valid_pairs": 1000}, "data.valid_pairs is 1000, but there are only"),
+        ({"data__pool_size": 1000}, "data.pool_size is 1000, and the pairs have"),
+        ({"contrastive__global_batch": 1024}, "do not fill one batch of contrastive.global_batch"),
+        (NEGATIVES, "contrastive.fill: random:"),
+        (PRECISION, "strategy.amp: true: Paddle has no mixed precision on a CPU in dygraph"),
+    ],
+)
+def test_what_the_pairs_and_the_device_do_not_allow(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    assert validated(tmp_path) == {"valid": True, "notes": []}
+    found = validated(tmp_path, code=2, **changes)
+    assert found["valid"] is False and words in found["faults"][0]
+
+
+def test_folders_of_two_encoders(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    make_folder(tmp_path / "one")
+    file = tmp_path / "run.yaml"
+    tree = tiny(tmp_path).to_dict()
+    tree["model"] = {"init_from": str(tmp_path / "one"), "towers": "separate"}
+    tree["model"]["positive_from"] = str(tmp_path / "other")
+    file.write_text(json.dumps(tree))
+    missing = f"model.positive_from: {tmp_path / 'other'}: there is no such file"
+    assert missing in command("config", "validate", "--config", file).stdout
+    config = tiny(tmp_path).model_validate(tree)
+    with pytest.raises(CheckpointError, match="there is no such file or folder"):
+        Trainer(config).run()
+    make_folder(tmp_path / "other")
+    command("config", "validate", "--config", file)
+    (tmp_path / "other" / "model.safetensors").unlink()
+    told = command("config", "validate", "--config", file, code=2).stderr
+    assert "model.positive_from: " in told and "holds no file of weights" in told
+
+
+def test_a_run_of_two_encoders_is_not_the_encoder_of_positives(tmp_path: Path) -> None:
+    config = make_run(tmp_path, model__towers="separate")
+    write_pairs(tmp_path / "pairs.tsv")
+    tree = {**config.to_dict(), "train": {**config.to_dict()["train"], "resume": "auto"}}
+    run = str(tmp_path / "run")
+    tree["model"] = {"init_from": run, "positive_from": run, "towers": "separate"}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(tree))
+    told = command("config", "validate", "--config", file, code=2).stderr
+    assert "model.positive_from" in told and "holds two encoders, and one is needed" in told
+
+
+def test_a_run_in_the_folder_is_a_note(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    write_pairs(tmp_path / "pairs.tsv")
+    [note] = validated(tmp_path)["notes"]
+    assert f"{tmp_path / 'run'} holds a run of 3 steps; go on with it by train.resume=auto" in note
+    assert validated(tmp_path, train__resume="auto")["notes"] == []
