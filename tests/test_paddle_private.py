@@ -7,7 +7,6 @@ Here are the facts for which `_paddle` has a way around, and those that nothing 
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import math
 import re
@@ -356,28 +355,6 @@ def test_an_exception_of_an_unpack_hook_becomes_an_os_error() -> None:
     with pytest.raises(OSError, match="lost"):
         y.sum().backward()
     framework._dygraph_tracer()._has_grad = True  # the engine forgets it: see `_watched`
-
-
-def test_what_a_pack_hook_returns_is_held_once_or_forgotten() -> None:
-    """Paddle 2.6 keeps a reference too many for ever; `_paddle` gives it back."""
-
-    class Packed:
-        pass
-
-    gc.disable()
-    references = []
-
-    def pack(tensor: paddle.Tensor) -> Packed:
-        packed = Packed()
-        references.append(weakref.ref(packed))
-        return packed
-
-    with paddle.autograd.saved_tensors_hooks(pack, lambda packed: None):
-        y = needs_grad(3).exp()
-    del y
-    left = [reference() is not None for reference in references]
-    gc.enable()
-    assert left == [IS_26] * len(references) and references
 
 
 def test_flat_tensors_share_memory_with_tensors_of_another_shape() -> None:

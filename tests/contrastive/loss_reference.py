@@ -128,7 +128,3 @@ def unit_rows(shape: tuple[int, ...], seed: int = 0) -> Array:
 def tolerance(temperature: float) -> float:
     """A score of size 1/temperature is rounded by 6e-8 of it, and exp makes that relative."""
     return 2e-6 + 5e-7 / temperature
-
-
-# Paddle's float32 exp does not go below 1.2e-38; the gradient multiplies that by 1/temperature.
-UNDERFLOW = 1e-33

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import random
 from typing import Any, ClassVar
 
@@ -82,7 +81,7 @@ class ChangesLater(Encoder):
 
 
 @pytest.mark.parametrize("what", ["object", "sublayer", "buffer", "flag"])
-@pytest.mark.parametrize("chunks", [[1], [1, 2], [CHUNKS - 1], range(CHUNKS)], ids=str)
+@pytest.mark.parametrize("chunks", [[1], range(CHUNKS)], ids=str)
 def test_what_a_chunk_changes_for_the_next_is_seen(what: str, chunks: list[int]) -> None:
     rows = [texts(1)[chunk * SIZE].tolist() for chunk in chunks]
     found, left = [], []
@@ -169,7 +168,7 @@ def test_amp_that_is_switched_off_keeps_the_dtype_that_grad_scaler_reads() -> No
         assert state.amp_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("size", [1, SIZE, BATCH])
+@pytest.mark.parametrize("size", [SIZE, BATCH])
 def test_each_chunk_is_encoded_without_a_graph_and_once_more_with_one(size: int) -> None:
     encoder, chunks = Watching(), -(-BATCH // size)
     GradCache(encoder, criterion, chunk_size=size).backward(texts(1), texts(2))
@@ -218,110 +217,6 @@ def test_chunks_share_the_record_of_what_does_not_change(monkeypatch: pytest.Mon
     )
     GradCache(make(1), criterion, chunk_size=SIZE).backward(texts(1), texts(2))
     assert len(searches) == 1
-
-
-FACTOR = 1.0
-
-
-class Uncounted(Encoder):
-    """No attribute differs after a forward."""
-
-    num_forwards = property(lambda self: 0, lambda self, value: None)
-
-
-class Reaching(paddle.nn.Layer):
-    """Reads an attribute, an object, a list, a variable of a closure and a global; no buffer."""
-
-    def __init__(self, encoder: type[Encoder]) -> None:
-        super().__init__()
-        self.encoder, self.head = encoder(), paddle.nn.Linear(WIDTH, WIDTH)
-        self.factor, self.adds, self.items = 1.0, Scale(1.0), [Scale(1.0)]
-        variable = 1.0
-
-        def read() -> float:
-            return variable
-
-        def write() -> None:
-            nonlocal variable
-            variable = 3.0
-
-        self.read, self.write = read, write
-        self.in_backward: Any = None
-
-    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
-        factor = self.factor * self.adds.value * self.items[0].value * self.read() * FACTOR
-        output = self.head(self.encoder(ids)) * factor
-        if self.in_backward is not None and not output.stop_gradient and is_recomputing():
-            output.register_hook(self.in_backward)
-        return output
-
-
-def _rebind_global() -> None:
-    global FACTOR
-    FACTOR = 3.0
-
-
-CHANGES = {
-    "attribute": lambda layer: setattr(layer, "factor", 3.0),
-    "object": lambda layer: setattr(layer, "adds", Scale(3.0)),
-    "attribute of an object": lambda layer: setattr(layer.adds, "value", 3.0),
-    "item of a list": lambda layer: layer.items.__setitem__(0, Scale(3.0)),
-    "variable of a closure": lambda layer: layer.write(),
-    "global": lambda layer: _rebind_global(),
-    "flag": lambda layer: layer.eval(),
-    "sublayer": lambda layer: setattr(layer, "head", paddle.nn.Linear(WIDTH, WIDTH)),
-    "parameter exchanged": lambda layer: setattr(
-        layer.head, "weight", paddle.create_parameter([WIDTH, WIDTH], "float32")
-    ),
-    "hook on a Layer": lambda layer: layer.head.register_forward_post_hook(lambda *_: _[-1] * 3),
-    "buffer registered": lambda layer: layer.head.register_buffer("scale", paddle.zeros([1])),
-}
-
-
-def content(layer: Reaching) -> tuple[Any, ...]:
-    """All that `CHANGES` change."""
-    head = layer.head
-    values = layer.factor, layer.adds.value, layer.items[0].value, layer.read(), FACTOR
-    members = id(head), id(head.weight), len(head._forward_post_hooks), len(head._buffers)
-    return *values, *members, head.training
-
-
-@pytest.mark.parametrize(
-    ("when", "kind"),
-    [("in the loss", Uncounted), ("in a backward", Uncounted), ("in a backward", Encoder)],
-)
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_changed_between_the_forwards_is_seen(
-    change: str, when: str, kind: type[Encoder]
-) -> None:
-    """The second forward has what the first one had, and what was changed stays changed."""
-    global FACTOR
-    found = []
-    for is_cached in (False, True):
-        FACTOR = 1.0
-        paddle.seed(1)
-        encoder = Reaching(kind)
-        parameters = encoder.parameters()
-        done = queue.SimpleQueue()  # what it holds is not searched
-        before = content(encoder)
-
-        def change_once(*_: Any, encoder: Any = encoder, done: Any = done) -> None:
-            if done.empty():
-                CHANGES[change](encoder)
-                done.put(content(encoder))
-
-        def loss(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
-            value = criterion(query, positive)
-            if when == "in the loss":
-                change_once()
-            return value
-
-        if when != "in the loss":
-            encoder.in_backward = change_once
-        step(is_cached, encoder, loss if is_cached else criterion)
-        assert not is_cached or content(encoder) == done.get(block=False) != before
-        found.append([parameter.grad.numpy() for parameter in parameters])
-    assert same_bits(found[1], found[0])
 
 
 @pytest.mark.parametrize("place", ["whole", "part"])

@@ -29,13 +29,10 @@ class SimulatedRank:
     def say(self, **message: Any) -> None:
         self.socket.sendall(wire.encode(message))
 
-    def live(self) -> None:
-        self.socket.sendall(wire.SIGN_OF_LIFE)
-
     def arrive(self, digest: str, *, size: int, label: str = "x") -> None:
         self.say(kind="arrive", channel="c", size=size, label=label, value=digest, most=0)
 
-    def hear(self, within: float = 10.0, *, leave_out: str = "silent") -> wire.Message:
+    def hear(self, within: float = 10.0) -> wire.Message:
         """The next message; an empty one when the server has closed the line, or says nothing.
 
         Silence is left out: these ranks show signs of life when they are told to.
@@ -44,7 +41,7 @@ class SimulatedRank:
         while True:
             while self._heard:
                 message = self._heard.pop(0)
-                if message["kind"] != leave_out:
+                if message["kind"] != "silent":
                     return message
             self.socket.settimeout(max(0.01, deadline - time.monotonic()))
             try:

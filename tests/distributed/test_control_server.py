@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from paddle_recompute.distributed.control_server import TICK, ControlServer
-from paddle_recompute.distributed.peer_state import PeerState
+from paddle_recompute.distributed.control_server import ControlServer
 from tests.distributed.simulated import KEY, SimulatedRank
 
 
@@ -48,24 +46,6 @@ def waits(at: str, *, serial: int = 7) -> dict[str, Any]:
     return {"kind": "waits", "call": at, **told}
 
 
-def test_ranks_that_wait_at_different_places_are_told_when_nobody_goes_on(
-    clients: list[SimulatedRank],
-) -> None:
-    clients[0].say(**waits("step 2"))
-    time.sleep(TICK / 2)
-    clients[1].say(**waits("barrier"))
-    told = clients[0].hear()
-    assert (told["kind"], told["serial"], told["ranks"]) == ("waiting", 7, [0, 1])
-    assert told["different_calls"] == [
-        {"label": "step 2: now", "ranks": [0]},
-        {"label": "barrier: now", "ranks": [1]},
-    ]
-    notes = PeerState(rank=0)
-    notes.take(told)
-    assert notes.different_calls(7) == "rank 0 is at step 2: now, rank 1 is at barrier: now"
-    assert notes.different_calls(8) is None, "it was said of a wait that is over"
-
-
 def test_ranks_that_go_on_or_wait_at_one_place_are_not_apart(
     clients: list[SimulatedRank],
 ) -> None:
@@ -95,11 +75,3 @@ def test_last_words_are_passed_on_before_they_are_acknowledged(
     clients[1].say(kind="left", phase="in step 4")
     assert clients[0].hear()["message"] == "KeyError"
     assert [clients[1].hear()["kind"], clients[1].hear()["kind"]] == ["failed", "heard"]
-
-
-def test_silence_is_counted(clients: list[SimulatedRank]) -> None:
-    silent: dict[str, float] = {}
-    while silent.get("2", 0.0) < 3 * TICK:  # ends by the test's time limit, if at all
-        clients[0].live()
-        silent = clients[0].hear(TICK / 2, leave_out="").get("seconds", silent)
-    assert "0" not in silent

@@ -155,8 +155,7 @@ DEATHS = {
     "rank 0 killed": Death(
         0, arguments={"mode": "fused", "own_collective": True}, signal_number=signal.SIGKILL
     ),
-    "stopped": Death(1, arguments={"mode": "fused"}, signal_number=signal.SIGSTOP),
-    "rank 0 stopped": Death(0, signal_number=signal.SIGSTOP),
+    "rank 0 stopped": Death(0, arguments={"mode": "fused"}, signal_number=signal.SIGSTOP),
     "killed in a loss": Death(1, worker=gather_for_ever, signal_number=signal.SIGKILL),
     "rank 0 killed in a backward": Death(0, worker=sum_in_backward, signal_number=signal.SIGKILL),
     "failed": Death(1, arguments={"fail_in_step": 3}),
@@ -166,7 +165,6 @@ DEATHS = {
 MESSAGES = {
     "killed": r"rank 1 on \S+ has died .* Rank 0 waited in step \d+ for",
     "rank 0 killed": r"rank 0 on \S+, .* has died .* Rank 1 waited in step \d+ for",
-    "stopped": r"rank 1 on \S+ has shown no sign of life .* Rank 0 waited in step \d+ for",
     "rank 0 stopped": r"rank 0 on \S+ has shown no sign of life .* Rank 1 waited in step \d+",
     "killed in a loss": r"rank 1 on \S+ has died .* for the (gather|sum of gradients) of",
     "rank 0 killed in a backward": r"rank 0 on \S+, .* has died .* Rank 1 waited .* for mean_over",

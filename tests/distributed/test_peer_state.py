@@ -64,3 +64,11 @@ def test_a_hub_that_is_lost_or_silent_is_rank_0() -> None:
     assert PeerState(rank=1, server_quiet=29).failure(SCOPE, 0) is None
     silent = str(PeerState(rank=1, server_quiet=31).failure(SCOPE, 0))
     assert silent.startswith("rank 0 has shown no sign of life")
+
+
+def test_calls_that_differ_are_those_of_one_wait() -> None:
+    notes = PeerState(rank=0)
+    calls = [{"label": "step 2", "ranks": [0]}, {"label": "barrier", "ranks": [1]}]
+    notes.take({**WAITING, "serial": 7, "different_calls": calls})
+    assert notes.different_calls(7) == "rank 0 is at step 2, rank 1 is at barrier"
+    assert notes.different_calls(8) is None

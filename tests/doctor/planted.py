@@ -257,10 +257,6 @@ FAULTS: Planted = {
         *("loss_not_scalar", "the loss"),
         lambda: with_loss(lambda model, batch: model(batch).square()),
     ),
-    "a loss that is a tuple": (
-        *("loss_not_scalar", "the loss"),
-        lambda: with_loss(lambda model, batch: (model(batch).mean(), None)),
-    ),
     "a count for a loss": (
         *("loss_not_scalar", "the loss"),
         lambda: with_loss(lambda model, batch: (model(batch) > 0).astype("int64").sum()),
@@ -268,10 +264,6 @@ FAULTS: Planted = {
     "a chunked step that returns nothing": (
         *("loss_not_scalar", "the gradient cache"),
         lambda: chunked(blocks(), lambda loss: loss.backward()),
-    ),
-    "a chunked step without a backward, with dropout": (
-        *("gradient_missing", "0"),
-        lambda: chunked(nn.Sequential(linear(), nn.Dropout(0.5)), lambda loss: loss),
     ),
     "a gradient of another scale": (
         *("gradient_differs", "1"),

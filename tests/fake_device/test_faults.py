@@ -157,5 +157,6 @@ def test_a_step_fits_into_memory_in_which_another_fails(
     """24 blocks take more than 48 MiB, with recompute 24, with offload those of two at a time."""
     said = step_within(megabytes, refused)
     assert "ResourceExhaustedError" in said and "fake_device" in said
+    assert said.startswith("MemoryError")  # for which `on_oom: replan` plans again
     assert said.strip().endswith("4.0")  # and the device still works
     assert step_within(megabytes, fits) == "done True\n"

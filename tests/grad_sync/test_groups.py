@@ -17,6 +17,7 @@ from paddle_recompute._paddle import start
 from paddle_recompute.distributed import mean_over_ranks, values_of_ranks
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync import GradientSync
+from tests.grad_sync.test_start_values import check_start_values_of_groups
 from tests.ranks import run_ranks
 
 
@@ -118,10 +119,11 @@ def check_a_start_that_fails_is_tried_again() -> None:
     ("check", "num_ranks"),
     [
         (check_groups_of_some, 3),
+        (check_start_values_of_groups, 3),
         (check_a_start_that_fails_is_tried_again, 3),
         (check_a_group_that_cannot_be_made_is_refused, 2),
     ],
-    ids=["groups of some", "a start that fails", "a group that cannot be made"],
+    ids=["groups of some", "start values", "a start that fails", "a group that cannot be made"],
 )
 def test_on_ranks(check: Callable[[], None], num_ranks: int) -> None:
     run_ranks(check, num_ranks, timeout=110, fresh=num_ranks == 2)

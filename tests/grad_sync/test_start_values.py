@@ -144,22 +144,6 @@ def check_each_difference_is_named_in_the_first_step() -> None:
         ), (kind, message)
 
 
-def check_each_difference_is_named_by_a_step_over_several_micro_batches() -> None:
-    for kind, (name, change) in PLANTS.items():
-        model = planted(name, change)
-        loss = ContrastiveLoss(0.1, learnable_temperature=True)
-        trained = [*model.parameters(), *loss.parameters()]
-        step = TrainStep(
-            model,
-            paddle.optimizer.SGD(0.1, parameters=trained),
-            loss_fn=lambda model, x, loss=loss: loss(model(x), x),
-            loss=loss,
-            accumulate_steps=2,
-        )
-        message = refused(lambda step=step: step([paddle.randn([4, 4]) for _ in range(2)]))
-        assert message.startswith(f"'{name}' differs"), (kind, message)
-
-
 def check_a_parameter_of_the_loss_is_named_or_broadcast() -> None:
     for broadcasts in (False, True):
         model, loss = made().first, ContrastiveLoss(0.1, learnable_temperature=True)
@@ -171,11 +155,12 @@ def check_a_parameter_of_the_loss_is_named_or_broadcast() -> None:
             optimizer,
             loss_fn=lambda model, x, loss=loss: loss(model(x), x),
             loss=loss,
+            accumulate_steps=2,
             broadcast_parameters=broadcasts,
         )
 
         def call(step: TrainStep = step) -> object:
-            return step([paddle.randn([4, 4])])
+            return step([paddle.randn([4, 4]) for _ in range(2)])
 
         if broadcasts:
             call()
@@ -272,7 +257,6 @@ def check_a_sharded_optimizer_with_parameters_without_elements() -> None:
 
 test_on_two_ranks = each_on_ranks(
     check_each_difference_is_named_in_the_first_step,
-    check_each_difference_is_named_by_a_step_over_several_micro_batches,
     check_a_parameter_of_the_loss_is_named_or_broadcast,
     check_each_difference_is_gone_after_a_broadcast,
     check_equal_values_of_every_kind_are_accepted,
@@ -283,10 +267,8 @@ test_on_two_ranks = each_on_ranks(
 )
 
 
-def check_on_three_ranks() -> None:
-    check_each_difference_is_named_in_the_first_step()
-    check_each_difference_is_gone_after_a_broadcast()
-
+def check_start_values_of_groups() -> None:
+    """On three ranks: test_groups.py."""
     group = dist.new_group([0, 1])
     model = made()
     if dist.get_rank() == 2:
@@ -308,11 +290,6 @@ def check_on_three_ranks() -> None:
         else:
             stepped(second, model)
         barrier()
-
-
-@pytest.mark.skipif(selected.is_selected(), reason="there are two simulated devices")
-def test_three_ranks() -> None:
-    run_ranks(check_on_three_ranks, 3)
 
 
 def one_forward_more() -> float:

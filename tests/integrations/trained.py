@@ -169,24 +169,7 @@ class Contrastive(ContrastiveTrainerMixin, Plain):
     """With GradCache."""
 
 
-class Aside(Contrastive):
-    """As `Contrastive`; the gradient of each micro-batch is summed before it is added."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        parameters = [p for p in self.model.parameters() if not p.stop_gradient]
-        before = [p.grad.clone() if p.grad is not None else None for p in parameters]
-        for parameter in parameters:
-            parameter.clear_gradient(False)
-        self._num_micro_batches = -9  # synchronized before the update
-        loss = super().training_step(*args, **kwargs)
-        with paddle.no_grad():
-            for parameter, gradient in zip(parameters, before, strict=True):
-                if gradient is not None:
-                    parameter.grad.add_(gradient)
-        return loss
-
-
-KINDS = {"plain": Plain, "ours": Ours, "contrastive": Contrastive, "aside": Aside}
+KINDS = {"plain": Plain, "ours": Ours, "contrastive": Contrastive}
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 PORTS = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
 WRAPS: list[int] = []
@@ -236,7 +219,7 @@ def train(name: str) -> dict[str, Any]:
     }
     if kind != "plain":
         given["recompute"] = RecomputeConfig()
-    if kind in ("contrastive", "aside"):
+    if kind == "contrastive":
         given |= {"contrastive_loss": LOSS, "chunk_size": 4}
     trainer = KINDS[kind](**given)
     paddle.seed(7)

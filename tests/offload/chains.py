@@ -13,7 +13,6 @@ from paddle_recompute import OffloadSequential, TrainStep
 from tests.bits import values_of
 
 VOCABULARY, LENGTH, WIDTH, BATCH, STEPS = 50, 6, 16, 8, 3
-IS_26 = paddle.__version__.startswith("2.6")
 
 
 class Head(paddle.nn.Layer):

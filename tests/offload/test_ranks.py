@@ -13,7 +13,6 @@ import pytest
 
 from paddle_recompute import ContrastiveLoss, GradCache, GradientSync, OffloadSequential, TrainStep
 from paddle_recompute._paddle import memory
-from paddle_recompute._paddle.released_memory import has_memory
 from paddle_recompute.errors import ConfigError, DataError, OffloadError, RecomputeError
 from tests.bits import assert_same_bits, values_of
 from tests.distributed.mortal_ranks import MortalRanks, results_of
@@ -36,7 +35,6 @@ on_cpu = pytest.mark.skipif(
 OPTIMIZERS = {
     "adamw": adamw,
     "momentum": lambda parameters: paddle.optimizer.Momentum(0.1, parameters=parameters),
-    "lamb": lambda parameters: paddle.optimizer.Lamb(1e-2, parameters=parameters),
 }
 
 
@@ -101,26 +99,6 @@ def _called_often(offload: str) -> Any:
     return values_of(model), told
 
 
-def _frozen_and_shared(offload: str) -> Any:
-    layers = encoders(5)
-    layers[4].dense.weight = layers[0].dense.weight
-    layers.insert(2, paddle.nn.BatchNorm1D(WIDTH))
-    for parameter in layers[1].parameters():
-        parameter.stop_gradient = True
-    model = chain(offload, layers, num_shards=4)
-    step = TrainStep(
-        model, optimizer_of(model), loss_fn=lambda m, x: m(x).square().mean(), clip_grad_norm=0.5
-    )
-    told = []
-    for number in range(4):
-        told.append(_told(step, number, rows=6 + dist.get_rank()))  # the ranks count differently
-        model.eval()
-        with paddle.no_grad():
-            told.append((float(model(paddle.ones([2, WIDTH])).sum()), 0.0))
-        model.train()
-    return values_of(model), told
-
-
 OF_THE_CHAIN = (
     {"prefetch": 0},
     {"prefetch": 2},
@@ -134,12 +112,11 @@ SAME: dict[str, tuple[Any, str, dict[str, Any]]] = {
             "plain",
             {"optimizer": name, "accumulate": number},
         )
-        for name, number in (("adamw", 2), ("momentum", 1), ("lamb", 2))
+        for name, number in (("adamw", 2), ("momentum", 1))
     },
     **{str(options): (_train, "plain", {"options": options}) for options in OF_THE_CHAIN},
     "gradient cache": (_cached, "plain", {}),
     "what comes late": (_called_often, "host", {}),
-    "frozen, shared, evaluated": (_frozen_and_shared, "plain", {}),
 }
 """What runs, the chain that has the same bits, and the arguments of both."""
 
@@ -244,27 +221,6 @@ def test_the_bits_do_not_depend_on_whether_slices_are_views(
     """It trained zeros where they are none; in the other tests here they are."""
     plain, ranks = ([one[way] for one in without_strides] for way in ("plain", "ranks"))
     assert_same_bits(plain, ranks)
-
-
-def _what_is_where() -> Any:
-    model = chain("ranks")
-    counts: list[int] = []
-    model[2].register_forward_post_hook(
-        lambda *_: counts.append(sum(map(has_memory, model.parameters())))
-    )
-    optimizer = optimizer_of(model)
-    step = TrainStep(model, optimizer, loss_fn=cross_entropy)
-    for number in range(3):
-        step([batch(number, 0, dist.get_rank())])
-    moments = {key for key in optimizer.own_state_dict() if "moment" in key}
-    return max(counts), len(model[2].parameters()), len(optimizer.owned), len(moments)
-
-
-def test_a_rank_has_its_shards_and_their_state() -> None:
-    found = run_ranks(_what_is_where, 2)
-    assert all(most == per_block for most, per_block, _, _ in found)
-    assert sum(owned for _, _, owned, _ in found) == len(chain("plain").parameters())
-    assert all(moments == 2 * owned for _, _, owned, moments in found)
 
 
 BLOCKS, SIDE = 8, 200

@@ -111,8 +111,6 @@ def job_of(name: str) -> Job:
         "encoder that keeps": (encoder, [8, 16, 32]),
         "one encoder twice": (encoder, [8, 16, 32]),
         "u-net": (UNet, [4, 3, 16, 16]),
-        "lstm": (lambda: paddle.nn.Sequential(*[Recurrent(24) for _ in range(4)]), [8, 12, 24]),
-        "one mask": (OneMask, [64, 32, 32]),
     }[name]
     loss = twice if name == "one encoder twice" else squared
     keep = ["layers.*.linear?"] if name == "encoder that keeps" else []
@@ -127,48 +125,12 @@ def twice(model: Any, batch: Any) -> Any:
     return squared(model, batch) + squared(model, batch * 2)
 
 
-class Recurrent(paddle.nn.Layer):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.lstm = paddle.nn.LSTM(width, width)
-        self.norm = paddle.nn.LayerNorm(width)
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return self.norm(x + self.lstm(x)[0])
-
-
-class Masked(paddle.nn.Layer):
-    """Keeps its input, and of the mask only what it computes of it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = paddle.nn.Linear(width, width)
-
-    def forward(self, x: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-        scores = paddle.nn.functional.softmax(self.linear(x) + mask)
-        return x + scores * paddle.nn.functional.dropout(x, 0.1)
-
-
-class OneMask(paddle.nn.Layer):
-    """Blocks that get the same mask, made in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = paddle.nn.LayerList([Masked(32) for _ in range(4)])
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        mask = (x > 0).astype(x.dtype) * -1e4
-        for block in self.blocks:
-            x = block(x, mask)
-        return x
-
-
 class Mean(paddle.nn.Layer):
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         return x.mean(axis=1)
 
 
-JOBS = ("encoder", "encoder that keeps", "two towers", "u-net", "lstm", "gradient cache")
+JOBS = ("encoder", "encoder that keeps", "two towers", "u-net", "gradient cache")
 
 
 @functools.cache
@@ -204,20 +166,14 @@ POLICIES = {
     "two towers": (*("PPPPPPPP", "WWWWWWWW", "WWWPPPPP", "WWWWPPPP", "WWWWWWPP", "PPPPPWWW"),
                    *("PPPWPPPP", "PPPPPPPW", "WPWWPPPP")),
     "u-net": ("PPPPP", "WWWWW"),
-    # An LSTM keeps a copy of its input instead of it.
-    "lstm": ("PPPP", "WWWW", "PPPW", "PWPW", "WPPW"),
     # The second pass has the addresses of the first.
     "gradient cache": ("PPPP", "WWWW", "PPWW", "WPPW"),
-    # The mask stays, as some block keeps it; what each keeps of its input is its own.
-    "one mask": ("PPPW", "WPPP", "PWWP", "WWWW"),
 }  # fmt: skip
 """How each call is treated: plain, recomputed as a whole, or joined with its neighbours."""
 
 
 SLACK = {
     "two towers": (0.0, IN_TURNS),
-    "lstm": (0.5 * CLOSE, 3 * CLOSE),
-    "one mask": (0.5 * CLOSE, 3 * CLOSE),
     # Where the last block is plain, what it would keep and no operator saves is counted too.
     "encoder that keeps": (0.0, 2 * CLOSE),
     # Up to 3.2 % too much was seen: some multiples of 4 KiB, others in each run. Why is not known.
@@ -238,7 +194,7 @@ def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
         predicted, measured = peaks(job, costs, choices_of(policy, costs))
         less, more = SLACK.get(name, (0.0, 0.0))
         # Where all calls are alike, none is beside another option.
-        if len({*policy}) == 1 and name not in ("one mask", "encoder that keeps"):
+        if len({*policy}) == 1 and name != "encoder that keeps":
             less, more = 0.0, IN_TURNS if name in ("two towers", "gradient cache") else 0.0
         difference = predicted - measured
         assert -EXACT - less * measured <= difference <= EXACT + more * measured, policy
@@ -277,19 +233,6 @@ def test_a_plan_stays_within_its_budget_and_has_the_gradients_of_the_plain_step(
         others = gradients_of(job, found)
         assert plain and len(plain) == len(others)
         assert all(map(np.array_equal, plain, others))
-
-
-def test_moments_are_counted_before_they_exist() -> None:
-    job = job_of("encoder")
-    optimizer = paddle.optimizer.AdamW(parameters=job.model.parameters())
-    step = TrainStep(job.model, optimizer, loss_fn=job.loss_fn)
-    found = estimate(job.model, job.batch, job.loss_fn, optimizer=optimizer, keeps_gradients=False)
-    for _ in range(2):
-        step([job.batch])
-    gc.collect()
-    memory.reset_peak()
-    step([job.batch])
-    assert memory.peak_bytes() == pytest.approx(found.peak_bytes, abs=1024)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +351,7 @@ def refused_numbers(number: Any) -> list[Callable[[], Any]]:
     ]
 
 
-@pytest.mark.parametrize("given", [0, -2, 1.5, "3", True])
+@pytest.mark.parametrize("given", [0, 1.5, True])
 def test_numbers_that_are_none_are_refused(given: Any) -> None:
     for call, name in zip(refused_numbers(given), ("batch_size", "local_batch"), strict=True):
         with pytest.raises(ConfigError, match=f"{name}: "):
@@ -451,7 +394,7 @@ def with_loss(loss_fn: Any) -> Callable[[Job], Job]:
         (lambda job: job, {"offload": "disk"}, "policy.*all"),
         *[
             (with_loss(measured_never), {"budget": budget}, "bytes")
-            for budget in ("8 bananas", None, True, 0, -1, math.nan)
+            for budget in ("8 bananas", None, 0, math.nan)
         ],
     ],
 )
@@ -658,47 +601,6 @@ def test_a_block_that_returns_its_input_is_planned() -> None:
     assert made.measured_bytes <= least < found.peak_bytes
 
 
-class Cache:
-    """Keys of all calls so far, by block."""
-
-    def __init__(self) -> None:
-        self.keys: list[Any] = [None] * 3
-
-    def update(self, place: int, keys: paddle.Tensor) -> paddle.Tensor:
-        before = self.keys[place]
-        self.keys[place] = keys if before is None else paddle.concat([before, keys], 1)
-        return self.keys[place]
-
-
-class Caching(paddle.nn.Layer):
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.keys, self.out, self.place = paddle.nn.Linear(8, 8), paddle.nn.Linear(8, 8), place
-
-    def forward(self, x: paddle.Tensor, mask: paddle.Tensor, cache: Cache) -> paddle.Tensor:
-        keys = cache.update(self.place, self.keys(x))
-        scores = paddle.nn.functional.softmax(paddle.matmul(x, keys, transpose_y=True) + mask)
-        return x + self.out(paddle.matmul(scores, keys))
-
-
-class WithCache(paddle.nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = paddle.nn.LayerList([Caching(place) for place in range(3)])
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        cache, mask = Cache(), paddle.zeros([x.shape[1], x.shape[1]])
-        for block in self.blocks:
-            x = block(x, mask, cache)
-        return x
-
-
-def test_a_model_with_a_cache_of_keys_is_planned() -> None:
-    model, batch = WithCache(), paddle.randn([4, 16, 8])
-    found = plan(model, batch, squared, memory_budget=2**30)
-    assert {call.layer for call in found.costs.calls} == {f"blocks.{n}" for n in range(3)}
-
-
 def out_of_memory(job: Job, plain: bool) -> Job:
     """The step raises MemoryError: always, or only where a block is plain."""
 
@@ -723,21 +625,6 @@ def test_a_step_with_plain_calls_that_does_not_fit_the_device() -> None:
     found = measure_costs(out_of_memory(job_of("encoder"), plain=True))
     predicted, measured = (simulate(one, ()).peak.bytes - one.base for one in (found, wanted))
     assert 0.8 * measured < predicted <= measured
-
-
-def test_a_model_with_weight_norm_takes_the_least_budget_that_is_named() -> None:
-    blocks = [
-        paddle.nn.Sequential(
-            paddle.nn.utils.weight_norm(paddle.nn.Linear(32, 32)), paddle.nn.GELU()
-        )
-        for _ in range(4)
-    ]
-    job = Job(paddle.nn.Sequential(*blocks), paddle.randn([64, 32]), squared, checkpoints=["*"])
-    with pytest.raises(PlanError, match="smallest feasible budget") as error:
-        planned(job, 1000)
-    least = int(str(error.value).partition("(")[2].partition(" bytes")[0])
-    made = planned(job, least)
-    assert made.measured_bytes is not None and made.measured_bytes <= least
 
 
 def plan_of_rank(rows: list[int]) -> Any:

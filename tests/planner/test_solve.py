@@ -59,19 +59,6 @@ def test_the_smallest_budget_of_an_error_is_one_that_can_be_met() -> None:
     assert f"smallest feasible budget {format_bytes(named)}," in str(found)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_time_never_grows_with_the_budget(seed: int) -> None:
-    costs = chain(12, seed)
-    low = smallest(costs).peak
-    plain = simulate(costs, ()).peak.bytes
-    found = [solve(costs, low + (plain - low) * n // 40) for n in range(41)]
-    solutions = [one for one in found if one is not None]
-    assert len(solutions) == 41
-    for one, other in itertools.pairwise(solutions):
-        assert other.seconds <= one.seconds * (1 + ROUNDING)
-        assert other.peak >= one.peak or other.seconds == pytest.approx(one.seconds)
-
-
 def test_nothing_is_recomputed_where_the_plain_step_fits() -> None:
     costs = chain(6, 4)
     costs = replace(costs, calls=tuple(replace(c, seconds=0.0) for c in costs.calls))

@@ -25,8 +25,7 @@ three = pytest.mark.skipif(selected.is_selected(), reason="there are two simulat
 @pytest.mark.parametrize(
     ("num_ranks", "every"),
     [
-        (2, 23),
-        pytest.param(3, 197, marks=three),
+        (2, 47),  # on three: test_state.py
         pytest.param(2, 1, marks=pytest.mark.matrix),
         pytest.param(3, 7, marks=[three, pytest.mark.matrix]),
     ],

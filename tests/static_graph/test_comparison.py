@@ -245,69 +245,27 @@ def test_it_is_compared_in_steps_1_and_10_and_at_new_shapes(
     assert compared == [1, 4, 10]
 
 
-def test_a_sublayer_that_is_replaced_is_noticed() -> None:
-    model, step = step_of(small(planted.Dense))
-    step([data(0)])
-    model.head = nn.Identity()
-    with pytest.raises(StaticGraphError, match=OTHERS):
-        step([data(1)])
+rate = 1.0  # of the loss below
+
+CHANGES: dict[str, tuple[int, Callable[[Any], None]]] = {
+    "a sublayer is replaced": (1, lambda model: setattr(model, "head", nn.Identity())),
+    "a parameter is frozen": (1, lambda model: setattr(model.entry.weight, "stop_gradient", True)),
+    "it was frozen before": (0, lambda model: setattr(model.entry.weight, "stop_gradient", True)),
+    "the loss reads another number": (1, lambda model: globals().update(rate=2.0)),
+}
+"""After how many steps which change is made."""
 
 
-class Times(nn.Layer):
-    factor = 1.0
-
-    def forward(self, h: Any) -> Any:
-        return h * self.factor
-
-
-def test_a_number_of_a_sublayer_that_came_later_is_noticed() -> None:
-    model, step = step_of(lambda: nn.Sequential(nn.Linear(FEATURES, 2), Times()))
-    step([data(0)])
-    model.add_sublayer("1", Times())
-    step([data(1)])
-    model[1].factor = 5.0
-    with pytest.raises(StaticGraphError, match=OTHERS):
-        step([data(2)])
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_frozen_parameter_is_noticed(steps: int) -> None:
-    model, step = step_of(small(planted.Dense))
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_model_or_loss_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "rate", 1.0)
+    steps, change = CHANGES[what]
+    model, step = step_of(small(planted.Dense), loss_fn=lambda m, x: loss_of(m, x) * rate)
     for number in range(steps):
         step([data(number)])
-    model.entry.weight.stop_gradient = True
-    with pytest.raises(StaticGraphError, match=f"{OTHERS}.*entry.weight"):
+    change(model)
+    with pytest.raises(StaticGraphError, match=f"{OTHERS}.*{'entry' * ('frozen' in what)}"):
         step([data(steps)])
-
-
-def test_a_number_that_the_loss_reads_is_noticed() -> None:
-    weight = 1.0
-    _, step = step_of(small(planted.Dense), loss_fn=lambda model, x: loss_of(model, x) * weight)
-    step([data(0)])
-    weight = 2.0
-    with pytest.raises(StaticGraphError, match=OTHERS):
-        step([data(1)])
-
-
-class Notes:
-    calls = 0
-
-
-class Noting(planted.Block):
-    def prepare(self) -> None:
-        self.notes = Notes()
-
-    def forward(self, h: Any, x: Any) -> Any:
-        self.notes.calls += 1
-        return h * 2
-
-
-def test_what_the_comparison_changes_makes_no_further_one() -> None:
-    model, step = step_of(small(Noting))
-    step([data(0)])
-    calls = model.block.notes.calls
-    step([data(1)])
-    assert model.block.notes.calls == calls > 0
 
 
 def test_the_modes_of_the_model_are_those_of_model_fn() -> None:

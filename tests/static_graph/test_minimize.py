@@ -331,26 +331,10 @@ def marked_inside() -> Any:
     return recompute_wrapper(Marking(), name="whole")(data()).square().mean()
 
 
-def marks_and_wrapped_layers() -> Any:
-    block = recompute_wrapper(Block(), name="wrapped")
-    x = mark_checkpoint(Block()(data()), "marked")
-    return mark_checkpoint(Block()(block(x)), "last").square().mean()
-
-
-def loss_inside() -> Any:
-    class WithLoss(Block):
-        def forward(self, x: Any) -> Any:
-            return super().forward(x).square().mean()
-
-    return recompute_wrapper(WithLoss(), name="all")(recompute_wrapper(Block(), name="b")(data()))
-
-
 @pytest.mark.parametrize(
     ("build", "segments"),
     [
         (nested_calls, ["outer", "outer#2"]),
-        (marks_and_wrapped_layers, ["marked", "wrapped", "last"]),
-        (loss_inside, ["b", "all"]),
         (marked_inside, ["whole"]),
     ],
 )

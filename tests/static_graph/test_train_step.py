@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import paddle
@@ -19,7 +18,6 @@ import paddle_recompute
 from paddle_recompute import TrainStep, apply_recompute
 from paddle_recompute._paddle import memory
 from paddle_recompute.app.config import Config
-from paddle_recompute.distributed import barrier, peers
 from paddle_recompute.errors import (
     CheckpointError,
     ConfigError,
@@ -27,10 +25,10 @@ from paddle_recompute.errors import (
     DivergenceError,
     PaddleRecomputeError,
     StaticGraphError,
-    SyncError,
 )
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.static_graph._feeds import Feeds
+from paddle_recompute.train_step import NOT_UPDATED
 from paddle_recompute.train_step.optimizer import build_optimizer
 from tests.bfloat16 import needs_bfloat16
 from tests.ranks import run_ranks
@@ -216,8 +214,9 @@ def test_steps_are_those_of_dygraph(make: type[Encoder]) -> None:
     # A dygraph run continues in another Program.
     theirs([tensors(first)])
     ours = static_step(*overrides, model=make)
-    moved = {"model": model.state_dict(), "optimizer": moments_of(model, optimizer)}
-    ours.set_state_dict(moved)
+    moved = theirs.state_dict()["optimizer"]  # with marks of what was never updated
+    assert any(NOT_UPDATED in name for name in moved)
+    ours.set_state_dict({"model": model.state_dict(), "optimizer": moved})
     trains(second)
 
 
@@ -233,18 +232,6 @@ def test_a_state_put_back_continues_to_the_bit() -> None:
     other.set_state_dict(state)
     assert [other([batch]).loss for batch in data[2:]] == expected
     assert_same(one.state_dict()["model"], other.state_dict()["model"])
-
-
-def test_the_learning_rate_is_the_callers_to_step() -> None:
-    schedule = paddle.optimizer.lr.LinearWarmup(1e-2, 2, start_lr=0.0, end_lr=1e-2)
-    step = static_step("train.weight_decay=0.0", schedule=schedule)
-    step.build(batches(1)[0])
-    before = step.state_dict()["model"]["head.weight"]
-    step(batches(1))  # at a rate of 0
-    np.testing.assert_array_equal(step.state_dict()["model"]["head.weight"], before)
-    schedule.step()
-    step(batches(1))
-    assert (step.state_dict()["model"]["head.weight"] != before).all()
 
 
 # ------------------------------------------------------------------------------- recompute
@@ -266,6 +253,7 @@ def test_recompute_changes_no_bit(amp: bool) -> None:
     assert len(set(plain)) == 8 and recomputed == plain
     for section, values in plain_step.state_dict().items():
         assert_same(step.state_dict()[section], values)
+        assert {str(one.dtype) for one in values.values()} == {"float32"}
     with pytest.raises(StaticGraphError, match=r"recompute is off .*set recompute\.enable"):
         plain_step.explain()
 
@@ -289,16 +277,6 @@ def test_branches_with_dropout_repeat_their_bits_at_every_start() -> None:
         return [step([batch]).loss for batch in batches(3, size=64)]
 
     assert losses() == losses()
-
-
-@needs_bfloat16
-def test_bfloat16_is_near_float32_and_keeps_parameters_in_float32() -> None:
-    step = static_step(*BFLOAT16_ON)
-    single, half = static_step()(batches(1)), step(batches(1))
-    assert half.loss != single.loss
-    assert half.loss == pytest.approx(single.loss, rel=BFLOAT16)
-    assert half.grad_norm == pytest.approx(single.grad_norm, rel=5 * BFLOAT16)
-    assert {str(one.dtype) for one in step.state_dict()["model"].values()} == {"float32"}
 
 
 # ------------------------------------------------------- batches: in parts, of other shapes
@@ -373,23 +351,6 @@ def trained_on_ranks() -> dict[str, Trained]:
     return trained
 
 
-def check_weights_of_another_rank_are_refused() -> None:
-    step = static_step(model=without_buffers, input_spec=ANY_SHAPE)
-    (batch,) = batches(1)
-    step.build(batch)
-    state = step.state_dict()
-    name = [*state["model"]][1]
-    state["model"][name] = state["model"][name] + paddle.distributed.get_rank()
-    step.set_state_dict(state)
-    with mock.patch.object(peers(), "fail"), pytest.raises(SyncError, match=f"'{name}' differs"):
-        step([batch])
-    barrier()
-
-
-def test_weights_of_another_rank_are_refused() -> None:
-    run_ranks(check_weights_of_another_rank_are_refused, 2)
-
-
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Trained]]:
     return run_ranks(trained_on_ranks, 2, timeout=110)
@@ -440,10 +401,6 @@ def trained() -> StaticTrainStep:
     step = static_step()
     step(batches(1))
     return step
-
-
-def changed(**arrays: Any) -> Batch:
-    return {**batches(1)[0], **arrays}
 
 
 @pytest.mark.parametrize(

@@ -146,19 +146,14 @@ def peak_of(model: paddle.nn.Layer, step: Callable[[], Any]) -> int:
 
 
 @only_3
-@pytest.mark.parametrize("step", ["gradient cache", "compared"])
-def test_recompute_saves_memory(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while each step is compared with eager execution, which is recomputed as well."""
-    loss, peaks = ContrastiveLoss(temperature=0.1), []
+def test_recompute_saves_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While each step is compared with eager execution, which is recomputed as well."""
+    peaks = []
     for wrap in (False, True):
-        is_compared = step == "compared" and wrap
-        monkeypatch.setattr(runs, "STEPS", range(1, 7) if is_compared else ())
-        model = build(wrap=wrap, compiled=True, width=32, depth=8)
-        cache, ids = GradCache(model, loss, chunk_size=16), paddle.ones([32, 64], "int64")
-        if step == "gradient cache":
-            peaks.append(peak_of(model, lambda c=cache, x=ids: c.backward(x, x)))
-        else:
-            peaks.append(peak_of(model, lambda m=model, x=ids: m(x).square().mean().backward()))
+        monkeypatch.setattr(runs, "STEPS", range(1, 7) if wrap else ())
+        model = build(wrap=wrap, compiled=True, width=32, depth=6)
+        ids = paddle.ones([32, 64], "int64")
+        peaks.append(peak_of(model, lambda m=model, x=ids: m(x).square().mean().backward()))
     assert peaks[1] < 0.65 * peaks[0]
 
 
@@ -204,16 +199,6 @@ class WhileLoop(Unconvertible):
         return x
 
 
-class LoopInBranch(Unconvertible):
-    def forward(self, x: Any) -> Any:
-        if paddle.mean(x) > 0:
-            number = paddle.zeros([], "int32")
-            while number < 2:
-                x = self.linear(x)
-                number = number + 1
-        return x
-
-
 class OverSize(Unconvertible):
     def forward(self, x: Any) -> Any:
         for _ in range(x.shape[0]):
@@ -241,7 +226,6 @@ REFUSED = {
     Two: "returns 2 tensors",
     InPlaceBuffer: IN_PLACE,
     WhileLoop: LOOP,
-    LoopInBranch: LOOP,
 }
 if not IS_26:  # which takes no wrapped model at all
     REFUSED[CallingFleet] = "calls fleet's recompute"

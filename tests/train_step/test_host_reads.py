@@ -24,13 +24,6 @@ WIDTH, ROWS, STEPS = 8, 6, 3
 OPTIMIZERS = ["SGD", "Momentum", "Adam", "AdamW"]
 READS = {
     "item": lambda x: x.item(),
-    "numpy": lambda x: x.numpy(),
-    "tolist": lambda x: x.tolist(),
-    "float": float,
-    "int": int,
-    "bool": bool,
-    "array": np.asarray,
-    "cpu": lambda x: x.cpu(),
     "if": lambda x: 1 if x > 0 else 0,
     "print": str,
 }
@@ -289,10 +282,6 @@ def test_a_second_forward_that_differs_later_trains_nothing() -> None:
     assert_same_bits(values_of(model), before)
     with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other"):
         _ = result.loss
-    cache.backward(batch(1), batch(2))
-    assert np.isnan(model.parameters()[0].grad.numpy()).any()
-    with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other"):
-        cache.check_repetition()
 
 
 class Switch:

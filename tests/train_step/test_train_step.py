@@ -70,7 +70,7 @@ def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> No
 
 def test_micro_batches_are_one_batch() -> None:
     whole, losses = train(encoder(), batches(), 1)
-    cuts: tuple[int | list[int], ...] = (8, [5, 7], [1, 2, 3, 4])
+    cuts: tuple[int | list[int], ...] = (8, [1, 2, 3, 4])
     for cut in cuts:
         parts, losses_of_parts = train(encoder(), batches(), cut)
         assert_close(whole, parts)

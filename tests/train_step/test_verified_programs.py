@@ -6,7 +6,6 @@ to eager execution or refused; with ``or_eager=True`` the model trains on, with 
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import gc
@@ -134,27 +133,6 @@ class WithFlag(Base):
         return self.n(self.l(x)) * times
 
 
-@pytest.mark.parametrize("second", ["another argument", "an input with a gradient", "evaluation"])
-def test_a_further_program_leaves_gradients_alone(second: str) -> None:
-    def accumulated(*, compiled: bool) -> list[Any]:
-        model = made(WithFlag)
-        if compiled:
-            compile_model(model, SPEC)
-        x = paddle.randn([3, 4])
-        model(x).square().mean().backward()
-        if second == "evaluation":
-            model.eval()
-            with paddle.no_grad():
-                model(x)
-            model.train()
-        x = x.detach()
-        x.stop_gradient = second != "an input with a gradient"
-        model(x, 2 if second == "another argument" else 1).square().sum().backward()
-        return [parameter.grad.numpy() for parameter in model.parameters()]
-
-    assert_equal(accumulated(compiled=True), accumulated(compiled=False))
-
-
 def test_what_the_model_had_before_its_conversion_is_kept() -> None:
     model = made(Rebinding)
     model.note = paddle.ones([2])
@@ -200,9 +178,7 @@ class Dropping(Base):
         self.dropout = nn.Dropout(0.25)
         self.times = Times(1.0)
         self.scale = 1.0
-        self.rates = [1.0]
-        self.table = {"factor": 1.0}
-        self.nested = [[1.0], collections.deque([1.0])]
+        self.nested = [[1.0]]
         self.settings = Settings()
         enclosed = 1.0
 
@@ -216,8 +192,8 @@ class Dropping(Base):
         self.last, self.enclose = last, enclose
 
     def forward(self, x: Any) -> Any:
-        h = self.times(self.dropout(self.n(self.l(x))) * self.scale * self.rates[0])
-        h = h * self.table["factor"] * self.nested[0][0] * self.nested[1][0] * of_the_module
+        h = self.times(self.dropout(self.n(self.l(x))) * self.scale)
+        h = h * self.nested[0][0] * of_the_module
         self.settings.calls += 1
         return self.last(h) * self.settings.rate * self.settings.inner.power
 
@@ -226,33 +202,18 @@ def add_a_hook(model: Any) -> None:
     model.l.register_forward_post_hook(lambda layer, inputs, output: output * 2)
 
 
-def other_members(layer: nn.Layer, name: str, **entries: Any) -> None:
-    members = collections.OrderedDict({**vars(layer)[name], **entries})
-    layer.__dict__[name] = members
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "n": lambda model: model.__setattr__("n", nn.Tanh()),
     "dropout.p": lambda model: model.dropout.__setattr__("p", 0.75),
     "the hooks of l": add_a_hook,
     "scale": lambda model: model.__setattr__("scale", 3.0),
-    "rates": lambda model: model.rates.__setitem__(0, 3.0),
-    "table": lambda model: model.table.update(factor=3.0),
     "times.factor": lambda model: model.times.__setattr__("factor", 3.0),
     "an item of a list or dict": lambda model: model.nested[0].__setitem__(0, 3.0),
-    "an item of a list or dict ": lambda model: model.nested[1].__setitem__(0, 3.0),
     "rate": lambda model: model.settings.__setattr__("rate", 3.0),
     "power": lambda model: model.settings.inner.__setattr__("power", 3.0),
     "of_the_module": lambda model: globals().update(of_the_module=3.0),
     "a variable of a closure": lambda model: model.enclose(3.0),
     "the class of times": lambda model: model.times.__setattr__("__class__", TimesTwo),
-    "times.factor ": lambda model: model.times.__setattr__(
-        "__dict__", {**vars(model.times), "factor": 3.0}
-    ),
-    "l": lambda model: other_members(model, "_sub_layers", times=Times(3.0)),
-    "the hooks of times": lambda model: other_members(
-        model.times, "_forward_post_hooks", one=lambda layer, inputs, output: output * 2
-    ),
 }
 
 
@@ -276,9 +237,7 @@ def test_a_change_of_the_model_is_seen(what: str, monkeypatch: pytest.MonkeyPatc
             results.append(model(x).numpy())
     assert np.array_equal(*results)
     text = str([str(one.message) for one in found])
-    assert f"after '{what.strip()}" in text or (
-        "parameters were replaced" in text and what == "n"
-    ), text
+    assert f"after '{what}" in text or ("parameters were replaced" in text and what == "n"), text
     assert "Dropping goes on in eager execution" in text
 
 
@@ -479,15 +438,6 @@ def test_an_input_that_is_changed_before_the_backward_is_refused() -> None:
 class OfAFlag(Base):
     def forward(self, x: Any, flag: Any = 1) -> Any:
         return self.l(x) * (2.0 if flag is True else 1.0)
-
-
-def test_an_argument_that_is_equal_and_of_another_type_is_compared() -> None:
-    """Paddle runs the Program of 1 for True, which is equal to it."""
-    model = made(OfAFlag)
-    compile_model(model, SPEC)
-    model(paddle.ones([3, 4]), 1)
-    with pytest.raises(StaticGraphError, match="output 0 differs"):
-        model(paddle.ones([3, 4]), True)
 
 
 class Gated(Base):

@@ -246,9 +246,8 @@ def test_texts_are_encoded_and_found(folder: Path, tmp_path: Path) -> None:
     queries = [*texts(30), "big dog"]
     (tmp_path / "queries.txt").write_text("\n".join(queries) + "\n\n")
     search = ["search", "--index", str(index), "--top-k", "2"]
-    asked, output = [*search, "--queries", str(tmp_path / "queries.txt")], tmp_path / "found.jsonl"
-    assert command(*asked, "--output", output).stdout_bytes == b""
-    lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    found = command(*search, "--queries", tmp_path / "queries.txt", "--json").stdout
+    lines = [json.loads(line) for line in found.splitlines()]
     assert [line["query"] for line in lines] == queries
     expected = Index.load(index).search(queries, top_k=2)
     assert [line["results"] for line in lines] == [
@@ -274,11 +273,10 @@ def test_texts_are_encoded_and_found(folder: Path, tmp_path: Path) -> None:
         rows = [[hit["row"] for hit in one["results"]] for one in (json.loads(one), written)]
         assert rows[0] == rows[1]
     (tmp_path / "none.txt").write_text(" \n\n")
-    none = ("--queries", tmp_path / "none.txt", "--output", tmp_path / "none.jsonl")
-    assert "contains no query" in command(*search, *none, code=2).stderr
+    none = command(*search, "--queries", tmp_path / "none.txt", "--json", code=2)
+    assert "contains no query" in none.stderr
     both = command(*search, "--queries", "-", "cat", code=2).stderr
     assert "search needs either queries or --queries FILE" in both
-    assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_what_would_be_a_wrong_answer_is_refused(tmp_path: Path) -> None:
