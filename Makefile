@@ -39,8 +39,8 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py' -o -name '*.j2' -o -name '*.html')
 
-.PHONY: venv venv26 venv-gpu venv-torch venv-nlp venv-formers venv-etcd test-gpu-wheel test-machines test-machines26 test-nlp test-formers test-torch train parity parity26 test test26 compiled-tests test-device test-device26 fuzz fuzz26 fuzz-readers
-.PHONY: lint bench bench-list docs retrieval-demo venv-docs venv-release wheel-test wheel-install-test clean
+.PHONY: venv venv26 venv-gpu venv-torch venv-nlp venv-formers test-gpu-wheel test-machines test-machines26 test-nlp test-formers test-torch train parity parity26 test test26 compiled-tests test-device test-device26 fuzz fuzz26 fuzz-readers
+.PHONY: lint bench bench-list docs venv-docs venv-release wheel-test wheel-install-test clean
 
 venv: .venv/.installed
 venv26: .venv26/.installed
@@ -84,11 +84,6 @@ venv-formers: .venv-formers/.installed
 
 .venv-formers/.installed: setup.py requirements/formers.txt requirements/common.txt
 	@$(call install,.venv-formers,requirements/formers.txt,-e .)
-
-# An etcd server and its client, with which Paddle's launcher restarts ranks.
-venv-etcd: .venv-etcd/.installed
-.venv-etcd/.installed: setup.py requirements/etcd.txt requirements/paddle33.txt requirements/common.txt
-	@$(call install,.venv-etcd,requirements/etcd.txt,-e .)
 
 THIRD_PARTY_TESTS := tests/integrations tests/weights/test_init_from.py tests/doctor/test_other_libraries.py \
     tests/examples/test_trainer.py tests/docs/test_trainers.py
@@ -247,17 +242,12 @@ bench: venv
 	    echo "=== $$name"; $(MAKE) bench-$$name || exit 1; \
 	done
 
-# One of them: make bench-recompute_cost; with Paddle 2.6: make bench26-sync_matrix. What there is:
+# One of them: make bench-recompute_cost; with Paddle 2.6: make bench26-static_graph. What there is:
 bench-list:
 	@printf '%s\n' $(BENCHMARKS)
 
 bench-%: venv
 	.venv/bin/python -m $(call module_of,$*) $(ARGS)
-
-# Two rounds of training for search on the sentences of LibreOffice, the second with mined negatives.
-# It continues where it stopped.
-retrieval-demo bench-retrieval_demo: venv
-	.venv/bin/python -m benchmarks.contrastive.retrieval_demo $(ARGS)
 
 bench-retrieval_vs_sentence_transformers: venv venv-torch
 	.venv/bin/python -m benchmarks.contrastive.retrieval_vs_sentence_transformers $(ARGS)
@@ -268,9 +258,6 @@ bench-real_encoder: venv venv-torch
 
 bench-cpu_step: venv venv-torch
 	.venv/bin/python -m benchmarks.speed.cpu_step $(ARGS)
-
-bench-paddle_restart: venv-etcd
-	.venv-etcd/bin/python -m benchmarks.faults.paddle_restart $(ARGS)
 
 # Some seconds for each of 19 models.
 bench-third_party: venv-nlp venv-formers

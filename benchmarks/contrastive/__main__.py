@@ -21,15 +21,8 @@ from typing import Any
 import numpy as np
 import paddle
 
-from benchmarks.harness.record import (
-    RESULTS,
-    hardware_tag,
-    in_own_process,
-    paired_seconds,
-    ratios,
-    table,
-    write_record,
-)
+from benchmarks.harness.record import in_own_process, picture, table, write_record
+from benchmarks.harness.timing import paired_seconds, ratios, shown
 from paddle_recompute import ContrastiveLoss, GradCache, load_config
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import Config
@@ -215,45 +208,22 @@ def unpadded(ids: paddle.Tensor) -> paddle.Tensor:
     return ids[:, : int((ids != 0).any(axis=0).sum().item())]
 
 
-def draw(
-    plain: dict[int, float], cached: dict[int, float], largest: tuple[int, float], path: str
-) -> None:
-    """Peak against batch, both logarithmic; `largest` is a point of its own."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    mib = 2**20
-    axes.plot([*plain], [peak / mib for peak in plain.values()], "o-", color="#999999")
-    axes.plot([*cached], [peak / mib for peak in cached.values()], "o-", color="#1f77b4")
-    axes.annotate(
-        "plain step", (max(plain), max(plain.values()) / mib), (-75, -5), textcoords="offset points"
-    )
-    axes.annotate(
-        f"GradCache, chunks of {CHUNK}",
-        (max(cached), cached[max(cached)] / mib),
-        (-150, 10),
-        textcoords="offset points",
-    )
-    axes.plot([largest[0]], [largest[1] / mib], "o", color="#1f77b4", markerfacecolor="none")
-    axes.axhline(plain[REFERENCE] / mib, color="#d62728", linewidth=0.8, linestyle="--")
-    axes.annotate(
-        f"plain step with {REFERENCE} pairs; GradCache, chunks of {SMALL_CHUNK}, with "
-        f"{largest[0]:,}",
-        (REFERENCE, plain[REFERENCE] / mib),
-        (0, 6),
-        textcoords="offset points",
-        color="#d62728",
-    )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("pairs in the batch, each with all others as negatives")
-    axes.set_ylabel("peak memory of a step, MiB")
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def draw(plain: dict[int, float], cached: dict[int, float], largest: tuple[int, float]) -> str:
+    """Peak in MiB against batch, both logarithmic; `largest` is a point of its own."""
+    with picture("contrastive") as (axes, name):
+        axes.plot([*plain], [*plain.values()], "o-", color="#999999", label="plain step")
+        label = f"GradCache, chunks of {CHUNK}"
+        axes.plot([*cached], [*cached.values()], "o-", color="#1f77b4", label=label)
+        label = f"GradCache, chunks of {SMALL_CHUNK}: {largest[0]:,} pairs"
+        axes.plot(*largest, "o", color="#1f77b4", markerfacecolor="none", label=label)
+        label = f"plain step with {REFERENCE} pairs"
+        axes.axhline(plain[REFERENCE], color="#d62728", linewidth=0.8, linestyle="--", label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xlabel("pairs in the batch, each with all others as negatives")
+        axes.set_ylabel("peak memory of a step, MiB")
+        axes.legend()
+    return name
 
 
 def memory_report(highest: int) -> list[str]:
@@ -278,16 +248,13 @@ def memory_report(highest: int) -> list[str]:
         )
         for batch, result in results.items()
     ]
-    header = (
-        "step",
-        "pairs",
-        "peak, MiB",
-        f"peak / plain with {REFERENCE}",
-        f"peak / GradCache with {256}",
-    )
-    picture = RESULTS / f"contrastive_{hardware_tag()}.png"
-    RESULTS.mkdir(exist_ok=True)
-    draw({n: r["peak"] for n, r in plain.items()}, peaks, (largest, there["peak"]), str(picture))
+    header = ("step", "pairs", "peak, MiB", f"peak / plain with {REFERENCE}")
+    header += ("peak / GradCache with 256",)
+    mib = [
+        {number: one["peak"] / 2**20 for number, one in results.items()}
+        for results in (plain, cached)
+    ]
+    drawn = draw(mib[0], mib[1], (largest, there["peak"] / 2**20))
     vectors = 2 * load_config(CONFIG).model.hidden_size * 4
     return [
         *table(header, rows),
@@ -304,7 +271,7 @@ def memory_report(highest: int) -> list[str]:
             f"gradients, and {there['inputs'] / largest:.0f} bytes of ids."
         ),
         "",
-        f"![peak against batch]({picture.name})",
+        f"![peak against batch]({drawn})",
     ]
 
 
@@ -312,10 +279,7 @@ def time_report(rounds: int) -> list[str]:
     """Measure the times; returns the table and what it says."""
     (whole, gradients), tokens = time_per_pair(rounds)
     header = ("step", "time per pair / plain", "the same without updates")
-    rows = [
-        (name, *("{:.3f} ({:.3f} to {:.3f})".format(*found[name]) for found in (whole, gradients)))
-        for name in WAYS
-    ]
+    rows = [(name, *(shown(found[name]) for found in (whole, gradients))) for name in WAYS]
     return [
         f"CC-CEDICT has {tokens['query']:.1f} tokens per query and {tokens['positive']:.1f} per "
         f"positive. A round trains on the same {TIMED_PAIRS:,} pairs: the plain step in batches of "
@@ -346,13 +310,12 @@ def main() -> None:
         "time": lambda: time_report(options.rounds),
     }
     for kind in [options.only] if options.only else reports:
-        path = write_record(
+        write_record(
             f"contrastive_{kind}",
             f"Contrastive steps with GradCache: {kind}",
             f"python -m benchmarks.contrastive --only {kind}",
             [*about, "", *reports[kind]()],
         )
-        print(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

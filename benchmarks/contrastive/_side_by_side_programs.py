@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.harness.resident import resident
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,3 @@ def report(
         found.append({"seconds": seconds, "cpu_seconds": cpu, "peak": peak})
     result = {"versions": versions, "runs": found}
     (folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
-
-
-def resident(name: str) -> int:
-    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at most so far. Linux only."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024

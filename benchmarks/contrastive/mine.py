@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import numpy as np
 import paddle
 
 from benchmarks.harness.record import RESULTS, in_own_process, table, write_record
+from benchmarks.harness.resident import resident
 from paddle_recompute import Index, build_model, encode_texts, load_config, load_encoder
 from paddle_recompute.app.data import load_tokenizer, train_tokenizer
 from paddle_recompute.app.retrieval import mine
@@ -86,7 +86,7 @@ def make(folder: Path, num_texts: int) -> None:
 def mined(folder: Path, output: str, kill: bool) -> None:
     """Mine in this process; prints what it took."""
     encoder = load_encoder(folder / "run")
-    before, times = _rss(), []
+    before, times = resident("VmHWM"), []
 
     def progress(what: str, done: int, total: int) -> None:
         times.append(time.perf_counter())
@@ -97,14 +97,8 @@ def mined(folder: Path, output: str, kill: bool) -> None:
     digest = hashlib.sha256((folder / output).read_bytes())
     digest.update(Path(f"{folder / output}.json").read_bytes())
     seconds = (times[-1] - times[0]) / PAIRS
-    print(json.dumps({"before": before, "peak": _rss(), "per_query": seconds,
+    print(json.dumps({"before": before, "peak": resident("VmHWM"), "per_query": seconds,
                       "blocks": len(times) - 1, "sha256": digest.hexdigest()}))  # fmt: skip
-
-
-def _rss() -> int:
-    """Peak RSS in bytes. `ru_maxrss` would hold that of the process that started this one."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
 def beside_faiss(folder: Path, python: str) -> dict[str, Any]:
@@ -151,20 +145,13 @@ def main() -> None:
         mined(Path(folder), output, kill == "kill")
         return
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, module = Path(name), "benchmarks.contrastive.mine"
         make(folder, arguments.texts)
-        whole = in_own_process("benchmarks.contrastive.mine", "--child", name, "whole.jsonl", "run")
-        killed = [
-            sys.executable,
-            "-m",
-            "benchmarks.contrastive.mine",
-            "--child",
-            name,
-            "parts.jsonl",
-            "kill",
-        ]
-        assert subprocess.run(killed, check=False).returncode == -signal.SIGKILL
-        again = in_own_process("benchmarks.contrastive.mine", "--child", name, "parts.jsonl", "run")
+        whole = in_own_process(module, "--child", name, "whole.jsonl", "run")
+        child = [module, "--child", name, "parts.jsonl"]
+        killed = subprocess.run([sys.executable, "-m", *child, "kill"], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        again = in_own_process(*child, "run")
         assert (whole["blocks"], again["blocks"]) == (2, 1)
         pool_bytes = (folder / "pool.npy").stat().st_size
         rows: list[tuple[str, str]] = [
@@ -178,14 +165,8 @@ def main() -> None:
             both = beside_faiss(folder, arguments.faiss)
             rows += [
                 (f"`Index.top`, top {TOP_K}, ms per query", f"{both['own'] * 1e3:.1f}"),
-                (
-                    f"faiss {both['version']} `IndexFlatIP`, ms per query",
-                    f"{both['faiss'] * 1e3:.1f}",
-                ),
-                (
-                    f"time of `Index.top` / faiss (median of {ROUNDS} rounds)",
-                    f"{both['ratio']:.2f}",
-                ),
+                (f"faiss {both['version']} `IndexFlatIP`, ms", f"{both['faiss'] * 1e3:.1f}"),
+                (f"`Index.top` / faiss (median of {ROUNDS})", f"{both['ratio']:.2f}"),
                 ("rows of `Index.top` that faiss finds too", f"{both['recall']:.6f}"),
             ]
     body = [
@@ -195,9 +176,10 @@ def main() -> None:
         "",
         *table(("", ""), rows),
     ]
-    print("\n".join(body))
     if arguments.texts == 1_000_000:
-        print(write_record("mine", "Mining in a million texts", "make bench-mine", body))
+        write_record("mine", "Mining in a million texts", "make bench-mine", body)
+    else:
+        print("\n".join(body))
 
 
 if __name__ == "__main__":

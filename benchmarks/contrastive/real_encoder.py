@@ -165,8 +165,7 @@ def main() -> None:
                [(name, f"{one:.1e}") for name, one in largest.items()]),
     ]  # fmt: skip
     title = "A real encoder, fine-tuned: sentence-transformers and ours"
-    path = write_record("real_encoder", title, "make bench-real_encoder", body)
-    print(path.read_text(encoding="utf-8"))
+    write_record("real_encoder", title, "make bench-real_encoder", body)
 
 
 if __name__ == "__main__":

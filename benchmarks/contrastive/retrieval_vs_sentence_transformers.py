@@ -41,7 +41,7 @@ def prepare(cache: Path, steps: int, seeds: list[int]) -> Plan:
     """Write what both programs read."""
     short = [
         one
-        for one in read_mined(mine_libreoffice(cache.parent / "retrieval_demo"))
+        for one in read_mined(mine_libreoffice(cache.parent / "libreoffice"))
         if len(one.pair.query) <= MAX_CHARACTERS and len(one.pair.positive.split()) <= MAX_WORDS
     ]
     split = split_by_page(short, held_out=HELD_OUT, seed=0)
@@ -109,7 +109,7 @@ def main() -> None:
     # At the same time, one thread each: whatever else the machine does, it does to both.
     started = {
         name: subprocess.Popen(
-            [python[name], "-m", f"benchmarks.{module}", str(cache)],
+            [python[name], "-m", f"benchmarks.contrastive.{module}", str(cache)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for name, module in PROGRAMS.items()
@@ -129,13 +129,8 @@ def main() -> None:
         rows.append(
             (CALLED[name], *metrics, f"{statistics.median(rate):.0f}", peak, user_lines(module))
         )
-    header = (
-        "library",
-        *(f"{name}: mean (each seed)" for name in METRICS),
-        "examples per CPU second",
-        "peak, MiB",
-        "lines of user code",
-    )
+    header = ["library", *(f"{name}: mean (each seed)" for name in METRICS)]
+    header += ["examples per CPU second", "peak, MiB", "lines of user code"]
     pairs = len(plan.texts("test")[0])
     body = [
         *(__doc__ or "").split("\n\n")[1].splitlines(),
@@ -150,8 +145,7 @@ def main() -> None:
     command = "make bench-retrieval_vs_sentence_transformers"
     arguments = f' ARGS="{" ".join(sys.argv[1:])}"' if sys.argv[1:] else ""
     title = "A training for search: sentence-transformers and ours"
-    path = write_record("retrieval_vs_sentence_transformers", title, f"{command}{arguments}", body)
-    print(path.read_text(encoding="utf-8"))
+    write_record("retrieval_vs_sentence_transformers", title, f"{command}{arguments}", body)
 
 
 if __name__ == "__main__":

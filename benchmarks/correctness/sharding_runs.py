@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.record import table, write_record
+from benchmarks.harness.resident import resident
 from paddle_recompute.app.config import Config, load_config
 from paddle_recompute.app.launch import launch
 
@@ -60,24 +61,19 @@ def train(way: str, folder: str) -> None:
     from paddle_recompute.app.trainer.loop import Callback, Run
 
     class Peaks(Callback):
-        largest, parameters, resident = 0, 0, 0
+        peak = parameters = resident = 0
 
         def on_start(self, run: Run) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
 
         def after_step(self, run: Run) -> None:
-            self.largest = max(self.largest, memory.peak_bytes())
-            status = Path("/proc/self/status").read_text()
-            self.resident = 1024 * int(status.partition("VmHWM:")[2].split()[0])
+            self.peak = max(self.peak, memory.peak_bytes())
+            self.resident = resident("VmHWM")
             self.parameters = sum(4 * int(p.size) for p in run.model.parameters())
 
     peaks = Peaks()
     Trainer(config_of(way, folder), callbacks=[peaks]).run()
-    found = {
-        "parameters": peaks.parameters,
-        "peak": peaks.largest,
-        "resident": peaks.resident,
-    }
+    found = {name: getattr(peaks, name) for name in ("parameters", "peak", "resident")}
     (Path(folder) / f"bytes.{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
@@ -118,8 +114,7 @@ def main() -> None:
         f"`{WAYS['stage 1'][0]}`, stage 3 with {' and '.join(f'`{o}`' for o in WAYS['stage 3'])}.",
     ]
     title = "Whole runs on two ranks: plain, stage 1, stage 3"
-    path = write_record("sharding_runs", title, "make bench-sharding_runs", body)
-    print(path.read_text(encoding="utf-8"))
+    write_record("sharding_runs", title, "make bench-sharding_runs", body)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,11 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import os
 import sys
-import time
-import traceback
 import types
-from collections.abc import Callable
 from typing import Any
+
+from benchmarks.harness.forked import forked
 
 VARIANTS = ("plain", "ours", "fleet", "patched")
 MIB = 2**20
@@ -112,45 +110,6 @@ def _digest(tensor: Any) -> str:
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
 
 
-def forked(call: Callable[[], dict[str, Any]], seconds: float = 60.0) -> dict[str, Any]:
-    """What `call` returns in a child process; an ``error`` if it raises, dies or takes too long."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        with os.fdopen(writing, "w") as pipe:
-            try:
-                result = call()
-            except BaseException as error:
-                if os.environ.get("SHOW_ERRORS"):
-                    traceback.print_exc()
-                words = next((line for line in str(error).splitlines() if line.strip()), "")
-                result = {"error": f"{type(error).__name__}: {words[:90]}"}
-            json.dump(result, pipe)
-        os._exit(0)
-    os.close(writing)
-    end = time.monotonic() + seconds
-    os.set_blocking(reading, False)
-    text = b""
-    while time.monotonic() < end:
-        try:
-            piece = os.read(reading, 1 << 16)
-        except BlockingIOError:
-            time.sleep(0.02)
-            continue
-        if not piece:
-            break
-        text += piece
-    else:
-        os.kill(child, 9)
-        text = b""
-    os.close(reading)
-    _, status = os.waitpid(child, 0)
-    if not text:
-        return {"error": f"the process died (signal {os.WTERMSIG(status)})"}
-    return dict(json.loads(text))
-
-
 def compare(case: Any) -> dict[str, Any]:
     """All variants of one case."""
     found = {variant: forked(lambda v=variant: run(case, v)) for variant in VARIANTS}
@@ -231,13 +190,12 @@ def main() -> None:
     if options.only:
         print("\n".join(body))
         return
-    path = write_record(
+    write_record(
         f"third_party_{name}",
         f"Models of {name}",
         f"make bench-third_party (python -m benchmarks.correctness.third_party --library {name})",
         body,
     )
-    print(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

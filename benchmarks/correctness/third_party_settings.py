@@ -20,7 +20,8 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from benchmarks.correctness.third_party import _digest, forked, import_library
+from benchmarks.correctness.third_party import _digest, import_library
+from benchmarks.harness.forked import forked
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "full, uniform, 1": {"granularity": "full", "method": "uniform", "num_layers": 1},
@@ -117,13 +118,12 @@ def main() -> None:
     if options.only:
         print("\n".join(body))
         return
-    path = write_record(
+    write_record(
         "third_party_settings",
         "Recompute settings of PaddleFormers",
         "make bench-third_party_settings",
         body,
     )
-    print(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class Campaign:
             print(one.fault, *one.faults, sep="\n")
         header = [*self.header, "of three ranks", "wrong"]
         header += ["seconds to the end of all ranks, median", "most"]
-        path = write_record(
+        write_record(
             self.topic,
             self.title,
             f"python -m benchmarks.faults.{self.topic} --{self.unit} {number} --seed {seed}",
@@ -148,7 +148,6 @@ class Campaign:
                 f"time, {minutes:.0f} minutes. {self.note(outcomes)}",
             ],
         )
-        print(path)
         if wrong:
             raise SystemExit(1)
 

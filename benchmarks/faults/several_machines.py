@@ -41,13 +41,12 @@ def main() -> None:
     if code != 0 or not outcomes.rows:
         raise SystemExit(f"tests/machines ended with code {int(code)}")
     header = ["case", "exit code on both", "seconds to the end of both", "said"]
-    path = write_record(
+    write_record(
         "several_machines",
         "Two machines",
         "make bench-several_machines",
         [*(__doc__ or "").strip().splitlines()[2:6], "", *table(header, outcomes.rows)],
     )
-    print(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

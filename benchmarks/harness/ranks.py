@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.network import Host
+from benchmarks.harness.record import ROOT
 from paddle_recompute.app.launch._rank_process import die_with_parent
 from paddle_recompute.app.launch._rank_settings import quiet_settings, speed_settings
 
-ROOT = Path(__file__).resolve().parents[2]
 FIRST_PORT = 23456
 """In a namespace of one's own, where nobody else listens."""
 PATIENCE = 10.0
@@ -37,28 +37,6 @@ STARTED = "all ranks are connected"
 
 class RanksFailedError(RuntimeError):
     """A rank failed or did not end in time; the message holds the end of its output."""
-
-
-class RanksNotConnectedError(RanksFailedError):
-    """It did so before `STARTED`, while the ranks connected to each other."""
-
-
-def run_ranks_patiently(
-    function: Callable[..., Any], hosts: Sequence[Host], *, attempts: int, **others: Any
-) -> tuple[list[Any], list[str]]:
-    """`run_ranks`, again where the ranks could not be connected, at most `attempts` times.
-
-    Returns:
-        The results, and of each attempt that failed the last line that the failed rank said.
-    """
-    failures: list[str] = []
-    while True:
-        try:
-            return run_ranks(function, hosts, **others), failures
-        except RanksNotConnectedError as error:
-            failures.append(str(error).strip().splitlines()[-1])
-            if len(failures) == attempts:
-                raise
 
 
 def run_ranks(
@@ -130,7 +108,6 @@ def _watch(
 ) -> None:
     """Return when every rank has ended well."""
     failed: int | None = None
-    started = False
     deadline = time.monotonic() + START_SECONDS
     with (folder / "0.log").open(encoding="utf-8", errors="replace") as output:
         rest = ""
@@ -139,7 +116,7 @@ def _watch(
             *lines, rest = (rest + output.read()).split("\n")
             for line in lines:
                 if line == STARTED:
-                    started, deadline = True, time.monotonic() + timeout
+                    deadline = time.monotonic() + timeout
                 else:
                     on_line(line)
             codes = [process.poll() for process in processes]
@@ -156,8 +133,7 @@ def _watch(
         code = codes[failed]
         how = "did not end in time" if code is None else f"ended with code {code}"
         said = (folder / f"{failed}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
-        kind = RanksFailedError if started else RanksNotConnectedError
-        raise kind(f"rank {failed} of {len(processes)} {how}; its output:\n{said}")
+        raise RanksFailedError(f"rank {failed} of {len(processes)} {how}; its output:\n{said}")
 
 
 def _endpoints(hosts: Sequence[Host]) -> list[str]:

@@ -1,53 +1,20 @@
-"""What every benchmark needs: paired timing, a peak in a process of its own, and a dated record."""
+"""What every benchmark needs: a process of its own, the machine, tables and dated records."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-
-
-def paired_seconds(
-    variants: dict[str, Callable[[], object]],
-    *,
-    warm_up: int,
-    rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Seconds of every variant in every round; a round runs each variant once, in turn.
-
-    Whatever slows the machine down slows neighbours in a round alike, so ratios within a round
-    mean something where absolute times do not.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for number in range(warm_up + rounds):
-        for name, step in variants.items():
-            start = clock()
-            step()
-            if number >= warm_up:
-                seconds[name].append(clock() - start)
-    return seconds
-
-
-def ratios(seconds: dict[str, list[float]], to: str) -> dict[str, tuple[float, float, float]]:
-    """Median, first and third quartile over the rounds of each variant's time against `to`'s."""
-    result = {}
-    for name, values in seconds.items():
-        shares = sorted(a / b for a, b in zip(values, seconds[to], strict=True))
-        low, middle, high = statistics.quantiles(shares, n=4, method="inclusive")
-        result[name] = (middle, low, high)
-    return result
 
 
 def in_own_process(
@@ -89,15 +56,9 @@ def environment() -> dict[str, str]:
     import numpy
     import paddle
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=no"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    commit = _git("rev-parse", "--short", "HEAD")
+    # Records are no code: one may be written after the other.
+    dirty = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     return {
         "date": date.today().isoformat(),
         "commit": commit + (" and uncommitted changes" if dirty else ""),
@@ -116,8 +77,26 @@ def hardware_tag() -> str:
     return f"{os.cpu_count()}core-{'-'.join(words)}"
 
 
+@contextlib.contextmanager
+def picture(topic: str, size: tuple[float, float] = (8, 5)) -> Iterator[tuple[Any, str]]:
+    """Axes to draw on, and the name of the file; it is written at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=size)
+    path = RESULTS / f"{topic}_{hardware_tag()}.png"
+    yield axes, path.name
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 def write_record(topic: str, title: str, command: str, body: Sequence[str]) -> Path:
-    """Write ``results/<topic>_<hardware>_paddle<version>_<YYYYMM>.md``; returns its path."""
+    """Write and print ``results/<topic>_<hardware>_paddle<version>_<YYYYMM>.md``; its path."""
     about = environment()
     version = about["paddle"].replace(".", "")
     month = date.today().strftime("%Y%m")
@@ -126,6 +105,7 @@ def write_record(topic: str, title: str, command: str, body: Sequence[str]) -> P
     lines += [f"- {name}: {value}" for name, value in about.items()]
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join([*lines, "", *body, ""]), encoding="utf-8")
+    print(path, *lines, "", *body, sep="\n", flush=True)
     return path
 
 
@@ -133,6 +113,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """A Markdown table; numbers are the caller's to format."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+
+
+def _git(*arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+    return run.stdout.strip()
 
 
 def _cpu_name() -> str:

@@ -20,15 +20,8 @@ from typing import Any
 
 import paddle
 
-from benchmarks.harness.record import (
-    RESULTS,
-    hardware_tag,
-    in_own_process,
-    paired_seconds,
-    ratios,
-    table,
-    write_record,
-)
+from benchmarks.harness.record import in_own_process, table, write_record
+from benchmarks.harness.timing import paired_seconds, ratios, shown
 from paddle_recompute import OffloadSequential, TrainStep, recompute_wrapper
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.recompute import slots
@@ -41,12 +34,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "on disk, prefetch=1": {"prefetch": 1},
     "on disk, prefetch=0": {"prefetch": 0},
 }
-FAIRSCALE = [
-    ["models", "`nn.Sequential` only", "a chain of Layers, or named sublayers of any model"],
-    ["ranks", "one device", "data parallel; a shard's gradients travel while the next computes"],
-    ["numbers", "float32", "float32; operators in half precision (level O1) with a loss scale"],
-    ["where the rest is", "host memory", "host memory, pinned on GPUs, or a file"],
-]
 
 
 def blocks() -> list[paddle.nn.Layer]:
@@ -144,14 +131,13 @@ def main() -> None:
     recomputed = statistics.median(seconds["plain, each block recomputed"])
     rows = []
     for name, found in peaks.items():
-        middle, low, high = shares[name]
         rows.append(
             [
                 name,
                 f"{found['peak'] / 2**20:.1f}",
                 f"1/{peaks['plain']['peak'] / found['peak']:.2f}",
                 f"{found['moved'] / 2**20:.0f}",
-                f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                shown(shares[name], 2),
             ]
         )
     moved = peaks["on disk, prefetch=1"]["moved"] / speed
@@ -165,15 +151,8 @@ def main() -> None:
         f"{moved / plain:.2f} times plain.",
         f"- So the limit is {max(recomputed, moved) / plain:.2f} times plain with everything "
         f"overlapped, and {(recomputed + moved) / plain:.2f} with nothing overlapped.",
-        "",
-        "## Against FairScale's OffloadModel (its documentation)",
-        "",
-        *table(["", "FairScale", "here"], FAIRSCALE),
     ]
-    print("\n".join(body))
-    path = write_record("offload", "A chain larger than the device", f"python -m {module}", body)
-    assert hardware_tag() in path.name
-    print(f"\n{path.relative_to(RESULTS.parent.parent)}")
+    write_record("offload", "A chain larger than the device", f"python -m {module}", body)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,14 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.harness.record import RESULTS, environment, hardware_tag, table, write_record
+from benchmarks.harness.record import (
+    RESULTS,
+    environment,
+    hardware_tag,
+    in_own_process,
+    table,
+    write_record,
+)
 from benchmarks.memory._planner_models import CASES
 from benchmarks.memory._planner_runs import measure
 
@@ -163,21 +170,17 @@ def measured_apart(case: str, options: argparse.Namespace) -> dict[str, Any] | N
     arguments = ["--case", case, "--budgets", str(options.budgets), "--rounds", str(options.rounds)]
     arguments += ["--bytes-only"] if options.bytes_only else []
     try:
-        run = subprocess.run(
-            [python, "-m", "benchmarks.memory.planner", *arguments],
-            capture_output=True,
-            text=True,
-            cwd=RESULTS.parent.parent,
-            timeout=options.minutes * 60,
+        return dict(
+            in_own_process(
+                "benchmarks.memory.planner",
+                *arguments,
+                python=python,
+                timeout=options.minutes * 60,
+            )
         )
-    except subprocess.TimeoutExpired:
-        print(f"{case}: left out, it took more than {options.minutes} minutes", flush=True)
+    except (subprocess.TimeoutExpired, SystemExit) as error:
+        print(f"{case}: left out: {error}", flush=True)
         return None
-    if run.returncode != 0:
-        print(f"{case} failed:\n{run.stderr[-3000:]}", flush=True)
-        return None
-    found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
-    return found
 
 
 def main() -> None:

@@ -16,19 +16,10 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import (
-    RESULTS,
-    hardware_tag,
-    in_own_process,
-    paired_seconds,
-    ratios,
-    table,
-    torch_python,
-)
-from benchmarks.harness.record import write_record as write_file
+from benchmarks.harness.record import in_own_process, picture, table, torch_python, write_record
+from benchmarks.harness.timing import paired_seconds, ratios, shown
 
 LAYERS, HIDDEN, HEADS, BATCH, LENGTH = 6, 256, 4, 4, 256
 # What is kept of a block: sublayers and methods by name; None: nothing is recomputed.
@@ -121,30 +112,25 @@ def make_paddle(name: str) -> Any:
     return lambda: model(x).square().mean(), backward, memory.current_bytes
 
 
-def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Held against time, a point a variant, a line a side."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
-    for (side, one), color, below in zip(
-        found.items(), ("#1f77b4", "#999999"), (5, -11), strict=True
-    ):
-        points = [(v["time"][0], v["held"] / one["plain"]["held"]) for v in one.values()]
-        axes.scatter(*zip(*points, strict=True), s=45, color=color, label=side)
-        for name, point in zip(one, points, strict=True):
-            axes.annotate(name, point, (6, below), textcoords="offset points", size=7, color=color)
-    axes.set_xlabel("CPU time of a step, as a ratio to the plain step of the same library")
-    axes.set_ylabel("held between forward and backward, as a ratio to plain")
-    axes.set_title(f"{LAYERS} blocks, hidden {HIDDEN}, {BATCH} texts of {LENGTH} tokens")
-    axes.set_ylim(0)
-    axes.margins(x=0.2)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def draw(found: dict[str, dict[str, Any]]) -> str:
+    """Held against time, a point a variant, a color a side; returns the name of the file."""
+    with picture("selective", (9, 5.5)) as (axes, name):
+        for (side, one), color, below in zip(
+            found.items(), ("#1f77b4", "#999999"), (5, -11), strict=True
+        ):
+            points = [(v["time"][0], v["held"] / one["plain"]["held"]) for v in one.values()]
+            axes.scatter(*zip(*points, strict=True), s=45, color=color, label=side)
+            for text, point in zip(one, points, strict=True):
+                axes.annotate(
+                    text, point, (6, below), textcoords="offset points", size=7, color=color
+                )
+        axes.set_xlabel("CPU time of a step, as a ratio to the plain step of the same library")
+        axes.set_ylabel("held between forward and backward, as a ratio to plain")
+        axes.set_title(f"{LAYERS} blocks, hidden {HIDDEN}, {BATCH} texts of {LENGTH} tokens")
+        axes.set_ylim(0)
+        axes.margins(x=0.2)
+        axes.legend()
+    return name
 
 
 def main() -> None:
@@ -179,7 +165,7 @@ def main() -> None:
                 f"{value['held'] / 1e6:.2f}",
                 f"{value['held'] / plain['held']:.3f}",
                 f"{kept:.2f}",
-                "{:.3f} ({:.3f} to {:.3f})".format(*value["time"]),
+                shown(value["time"]),
                 "yes" if value["same"] else "no",
             )
             rows.append(row)
@@ -187,10 +173,8 @@ def main() -> None:
         "library", "variant", "held, MB", "held / plain", "kept beyond all, MB",
         "time / plain (quartiles)", "gradients are plain's to the bit",
     )  # fmt: skip
-    picture = RESULTS / f"selective_{hardware_tag()}.png"
-    RESULTS.mkdir(exist_ok=True)
-    draw(found, picture)
-    path = write_file(
+    drawn = draw(found)
+    write_record(
         "selective",
         "Selective recompute: memory against time",
         "make bench-selective",
@@ -199,10 +183,9 @@ def main() -> None:
             "",
             *table(header, rows),
             "",
-            f"![held against time]({picture.name})",
+            f"![held against time]({drawn})",
         ],
     )
-    print(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from benchmarks.harness.network import CONGESTION_CONTROL, rate_limited, require_root_and_iproute2
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.record import RESULTS, hardware_tag, table, write_record
+from benchmarks.harness.timing import quartiles, shown
 from benchmarks.ranks._sync_picture import draw_timeline
 from benchmarks.ranks._sync_step import (
     ALL,
@@ -103,9 +104,9 @@ def rate_table(at: AtRate) -> list[str]:
         rows.append(
             (
                 way,
-                _quartiles(seconds, "{:.2f}"),
-                _quartiles(of_fused, "{:.3f}"),
-                "" if alone else _quartiles(of_limit, "{:.3f}"),
+                shown(quartiles(seconds), 2),
+                shown(quartiles(of_fused)),
+                "" if alone else shown(quartiles(of_limit)),
             )
         )
     header = ("way", "seconds", "of no_sync + fused", "of max(computation, communication)")
@@ -158,13 +159,6 @@ def middle_round(at: AtRate, way: str) -> int:
     return sorted(range(len(seconds)), key=seconds.__getitem__)[len(seconds) // 2]
 
 
-def _quartiles(values: Sequence[float], form: str) -> str:
-    if len(values) < 2:
-        return form.format(values[0])
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{form} ({form} to {form})".format(middle, low, high)
-
-
 def main() -> None:
     """Measure everything and write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -173,7 +167,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=Workload.batch, help="texts per rank")
     parser.add_argument("--layers", type=int, default=Workload.num_layers)
     parser.add_argument("--hidden", type=int, default=Workload.hidden_size)
-    parser.add_argument("--no-record", action="store_true", help="print only")
+    parser.add_argument("--no-record", action="store_true", help="no picture and no record")
     options = parser.parse_args()
     require_root_and_iproute2()
     if options.warm_up < 1:
@@ -250,8 +244,10 @@ def report(
     for rate, measured in at.items():
         body += ["", f"## {rate:.0f} Mbit/s", "", *rate_table(measured), "", *bounds(measured)]
     body += ["", "## One step's timeline", "", f"![timeline of a step]({picture.name})"]
-    path = write_record("sync", "Gradient synchronization over slow links", "make bench-sync", body)
-    print(path.read_text(encoding="utf-8"))
+    if record:
+        write_record("sync", "Gradient synchronization over slow links", "make bench-sync", body)
+    else:
+        print("\n".join(body))
     if differing:
         raise SystemExit(f"parameters differ: {', '.join(differing)}")
 

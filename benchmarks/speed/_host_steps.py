@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -25,7 +24,8 @@ from paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_
 from benchmarks.harness.network import loopback
 from benchmarks.harness.ranks import run_ranks
 from benchmarks.harness.record import table, write_record
-from paddle_recompute import GradientSync, TrainStep, compile_model
+from benchmarks.harness.timing import in_turn, timed
+from paddle_recompute import ContrastiveLoss, GradCache, GradientSync, TrainStep, compile_model
 from paddle_recompute.grad_sync._buckets import plan_buckets
 from paddle_recompute.grad_sync._options import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from paddle_recompute.options import AmpConfigs, RecomputeConfig
@@ -36,23 +36,14 @@ WIDTH, LAYERS, WARM_UP = 8, 12, 6
 CLIP = 1e-3
 """Below the norm of each gradient here: every step clips."""
 Step = Callable[[], object]
-Seconds = dict[str, list[tuple[float, float]]]
+Seconds = dict[str, list[tuple[float, ...]]]
+"""CPU seconds of the main thread and of all threads, by step, of each round."""
 
 
-def in_turn(steps: dict[str, Step], rounds: int, between: Step = lambda: None) -> Seconds:
-    """CPU seconds of (the main thread, all threads) of each step in each round; `between` is not
-    in them.
-    """
-    seconds: Seconds = {name: [] for name in steps}
-    for number in range(rounds + WARM_UP):
-        for name, step in steps.items():
-            between()
-            thread, process = time.thread_time(), time.process_time()
-            step()
-            taken = time.thread_time() - thread, time.process_time() - process
-            if number >= WARM_UP:
-                seconds[name].append(taken)
-    return seconds
+def measured(steps: dict[str, Step], rounds: int, between: Step = lambda: None) -> Seconds:
+    """`between` is called before each step and not on its clocks."""
+    run = {name: timed(step, time.thread_time, time.process_time) for name, step in steps.items()}
+    return in_turn(run, warm_up=WARM_UP, rounds=rounds, between=between)
 
 
 def ratio(seconds: Seconds, form: str, to: str, part: int = 0) -> float:
@@ -97,7 +88,7 @@ def sync_on_rank(numbers: tuple[int, ...], rounds: int) -> dict[int, Seconds]:
     for number in numbers:
         models: list[paddle.nn.Layer] = []
         steps = {form: _sync_step(form, number, models) for form in SYNCS}
-        found[number] = in_turn(steps, rounds, functools.partial(clear, models))
+        found[number] = measured(steps, rounds, functools.partial(clear, models))
         print(number, flush=True)
     return found
 
@@ -140,14 +131,8 @@ def synchronized_steps(rounds: int) -> dict[int, Seconds]:
     return found
 
 
-SYNC_HEADER = [
-    "parameters",
-    "step",
-    "main thread, ms",
-    "all threads, ms",
-    "main thread, of DataParallel",
-    "all threads, of DataParallel",
-]
+SYNC_HEADER = ["parameters", "step", "main thread, ms", "all threads, ms"]
+SYNC_HEADER += ["main thread, of DataParallel", "all threads, of DataParallel"]
 
 # ------------------------------------------------------------------------------------ train step
 
@@ -220,7 +205,7 @@ def train_steps(rounds: int) -> Seconds:
                 _bare_step(*options),
                 _our_step(*options),
             )
-        return in_turn(steps, rounds)
+        return measured(steps, rounds)
 
 
 # -------------------------------------------------------------------------------------- Programs
@@ -266,47 +251,65 @@ def _compiled_steps() -> dict[str, Step]:
     }
 
 
-def programs(rounds: int) -> Seconds:
+# --------------------------------------------------------------------------------- gradient cache
+
+CACHED_ROWS, CHUNK = 32, 4
+
+
+def _cached_steps() -> dict[str, Step]:
+    """What GradCache computes, by hand (nothing has state or is checked) and by GradCache."""
+    paddle.seed(1)
+    layer = paddle.nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0)
+    loss, sides = ContrastiveLoss(0.1), [paddle.randn([CACHED_ROWS, 4, WIDTH]) for _ in range(2)]
+
+    def encode(chunk: paddle.Tensor) -> paddle.Tensor:
+        return layer(chunk).mean(1)
+
+    cache = GradCache(encode, loss, chunk_size=CHUNK)
+
+    def ours() -> None:
+        cache.backward(*sides)
+        clear([layer])
+
+    def by_hand() -> None:
+        chunks = [[side[i : i + CHUNK] for i in range(0, CACHED_ROWS, CHUNK)] for side in sides]
+        states: list[Any] = []
+
+        def first(chunk: paddle.Tensor) -> paddle.Tensor:
+            states.append(paddle.get_rng_state())
+            return encode(chunk)
+
+        with paddle.no_grad():
+            heads = [paddle.concat([first(chunk) for chunk in side]) for side in chunks]
+        for head in heads:
+            head.stop_gradient = False
+        loss(*heads).backward()
+        for head, side in zip(heads, chunks, strict=True):
+            for number, chunk in enumerate(side):
+                now = paddle.get_rng_state()
+                paddle.set_rng_state(states.pop(0))
+                again = encode(chunk)
+                paddle.set_rng_state(now)
+                again.backward(head.grad[CHUNK * number : CHUNK * (number + 1)])
+        clear([layer])
+
+    return {"GradCache: bare": by_hand, "GradCache: ours": ours}
+
+
+def others(rounds: int) -> Seconds:
     """One process; the steps in which a Program is compared with dygraph are few."""
-    return in_turn(_program_steps(), rounds) | in_turn(_compiled_steps(), rounds)
+    found: Seconds = {}
+    for steps in (_program_steps(), _compiled_steps(), _cached_steps()):
+        found |= measured(steps, rounds)
+    return found
 
 
 # ---------------------------------------------------------------------------------------- record
 
-LENGTH, HIDDEN = 128, 768
-SPEED = 0.4 * 312e12
-"""FLOP/s of an A100 in bfloat16, of which 40 % are reached."""
-FLOP = 4 * LAYERS * LENGTH * (24 * HIDDEN**2 + 4 * LENGTH * HIDDEN)
-"""Of a text of ERNIE-base: a forward, a backward that is twice as much, and a second forward."""
 
-
-def paper_rows(above: dict[str, float], steps: Seconds, synced: Seconds) -> list[list[Any]]:
-    """The texts of a micro-batch that take a GPU as long as a step takes the host.
-
-    Args:
-        above: Microseconds that a recomputed layer takes above the plain one, by form.
-        steps: See `train_steps`.
-        synced: See `synchronized_steps`; 200 parameters.
-    """
-    plain = milliseconds(synced, "no synchronization")
-    rows = []
-    for who, form, step, sync in (
-        ("fleet", "fleet, default", "bare", "no_sync + fused_allreduce_gradients"),
-        ("ours", "ours", "ours", "ours, overlap"),
-    ):
-        parts = [
-            milliseconds(steps, f"K = 1, clipped: {step}"),
-            LAYERS * above[form] / 1e3,
-            milliseconds(synced, sync) - plain,
-        ]
-        texts = math.ceil(sum(parts) / 1e3 * SPEED / FLOP)
-        rows.append([who, *(f"{part:.1f}" for part in parts), texts])
-    return rows
-
-
-def record(above: dict[str, float], rounds: int) -> Path:
+def record(rounds: int) -> Path:
     """Measure everything here, and write it."""
-    synced, steps, run = synchronized_steps(rounds), train_steps(rounds), programs(rounds)
+    synced, steps, run = synchronized_steps(rounds), train_steps(rounds), others(rounds)
     sync_rows = [
         [
             number,
@@ -342,27 +345,16 @@ def record(above: dict[str, float], rounds: int) -> Path:
             "",
             *table(SYNC_HEADER, sync_rows),
             "",
-            "## TrainStep and Programs, one process",
+            "## TrainStep, Programs and GradCache, one process",
             "",
             "Twelve post-norm transformer layers of width 8 (192 parameters), AdamW. Bare is the "
             "loop by hand, with Paddle's ClipGradByGlobalNorm where it clips, and with Paddle's "
             "kernel for the loss scale in float16 (O1, which on a CPU computes in float32); the "
             "executor's own call of the same Program; the call of paddle.jit.to_static. TrainStep "
-            "also computes the gradient norm in each step.",
+            "also computes the gradient norm in each step. GradCache: one such layer without "
+            f"dropout for both sides, {CACHED_ROWS} rows in chunks of {CHUNK}; bare is both "
+            "forwards and the loss by hand.",
             "",
             *table(["step", "bare, ms", "ours, ms", "of bare"], step_rows),
-            "",
-            "## An estimate: when the GPU is the bottleneck",
-            "",
-            "No GPU was measured. The host time of one step of ERNIE-base with recompute is added "
-            "up from the figures of this run: the clipped step with K = 1, twelve recomputed "
-            "transformer layers above the plain ones, the synchronization of 200 parameters. "
-            f"The last column is the smallest number of texts of {LENGTH} tokens in a micro-batch "
-            "that takes an A100 at least as long (bfloat16, 40 % of 312 TFLOP/s).",
-            "",
-            *table(
-                ["form", "step, ms", "recompute, ms", "sync, ms", "texts"],
-                paper_rows(above, steps, synced[200]),
-            ),
         ],
     )

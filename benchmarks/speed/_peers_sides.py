@@ -8,15 +8,16 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.harness.forked import forked
+from benchmarks.harness.resident import resident
+from benchmarks.harness.timing import paired_seconds, ratios
 
 Run = Callable[..., Any]
 WIDTH, LAYERS, BATCH, LENGTH = 256, 6, 8, 64
@@ -96,12 +97,14 @@ def judge(api: Api, way: str, *, are_caches: bool) -> dict[str, str]:
 
     cases = CACHE_CASES if are_caches else CASES
     return {
-        name: _in_child(lambda c=case: _verdict(api, c, way, are_caches))
+        name: forked(lambda c=case: _verdict(api, c, way, are_caches)).get("verdict", "crash")
         for name, case in cases.items()
     }
 
 
-def _verdict(api: Api, case: Callable[[Api, Run], Any], way: str, are_caches: bool) -> str:
+def _verdict(
+    api: Api, case: Callable[[Api, Run], Any], way: str, are_caches: bool
+) -> dict[str, str]:
     wanted: Any = plain
     given: Any = api.ways.get(way)
     if are_caches:
@@ -113,12 +116,12 @@ def _verdict(api: Api, case: Callable[[Api, Run], Any], way: str, are_caches: bo
     try:
         got = case(api, given)
     except NotOffered:
-        return "none"
+        return {"verdict": "none"}
     except Exception as error:
-        return type(error).__name__
+        return {"verdict": type(error).__name__}
     # A cache may sum in another order, so the last bits differ; recompute has no such freedom.
     same = _are_close(got, expected) if are_caches else repr(got) == repr(expected)
-    return "ok" if same else "wrong"
+    return {"verdict": "ok" if same else "wrong"}
 
 
 def _seed(api: Api) -> None:
@@ -134,20 +137,6 @@ def _are_close(got: Any, expected: Any) -> bool:
         or (a is not None and b is not None and np.allclose(a, b, rtol=1e-4, atol=1e-6))
         for a, b in zip(got, expected, strict=True)
     )
-
-
-def _in_child(call: Callable[[], str]) -> str:
-    """What `call` returns in a process of its own; ``crash`` if that dies."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writing, call().encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return text or "crash"
 
 
 # -------------------------------------------------------------------------------- measurements
@@ -210,58 +199,38 @@ def growth(step: Callable[[], object]) -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    before = resident("VmRSS")
     step()
-    return _status("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def relative_time(step: Callable[[], object], base: Callable[[], object], rounds: int = 7) -> float:
-    """Median over the rounds of the time of `step` divided by that of `base` beside it."""
-    base()
-    shares = []
-    for _ in range(rounds):
-        seconds = []
-        for one in (step, base):
-            start = time.perf_counter()
-            one()
-            seconds.append(time.perf_counter() - start)
-        shares.append(seconds[0] / seconds[1])
-    return statistics.median(shares)
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"/proc/self/status has no {name}; this needs Linux")
-
-
-def measured(make: Callable[[Api, str], Callable[[], object]], api: Api, way: str) -> str:
-    """Memory and relative time of one way, as JSON."""
+def measured(make: Callable[[Api, str], Callable[[], object]], api: Api, way: str) -> Any:
+    """Memory and relative time of one way."""
     step = make(api, way)
     result: dict[str, float] = {"bytes": growth(step)}
     if way != "plain":
-        result["time"] = relative_time(step, make(api, "plain"))
-    return json.dumps(result)
+        steps = {"plain": make(api, "plain"), way: step}
+        result["time"] = ratios(paired_seconds(steps, warm_up=1, rounds=7), "plain")[way][0]
+    return result
 
 
 def main(api: Api) -> None:
     """Try all cases and measure all ways, each in a child of this process; print JSON."""
     result: dict[str, Any] = {}
+
+    def in_child(make: Callable[[Api, str], Callable[[], object]], way: str) -> Any:
+        return forked(lambda: measured(make, api, way), 900.0)
+
     for topic, ways, make in (
         ("recompute", api.ways, encoder_step),
         ("caches", api.caches, contrastive_step),
     ):
-        found = {"plain": {"measured": _measured(make, api, "plain")}}
+        found = {"plain": {"measured": in_child(make, "plain")}}
         for way in ways:
             print(f"{type(api).__name__} {topic} {way}", file=sys.stderr, flush=True)
             found[way] = {
                 "cases": judge(api, way, are_caches=topic == "caches"),
-                "measured": _measured(make, api, way),
+                "measured": in_child(make, way),
             }
         result[topic] = found
     print("\n" + json.dumps(result))
-
-
-def _measured(make: Callable[[Api, str], Callable[[], object]], api: Api, way: str) -> Any:
-    return json.loads(_in_child(lambda: measured(make, api, way)))

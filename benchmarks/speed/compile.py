@@ -22,13 +22,8 @@ from typing import Any
 
 import paddle
 
-from benchmarks.harness.record import (
-    RESULTS,
-    paired_seconds,
-    ratios,
-    table,
-    write_record,
-)
+from benchmarks.harness.record import table, write_record
+from benchmarks.harness.timing import paired_seconds, ratios, shown
 from paddle_recompute import RecomputeConfig, TrainStep, apply_recompute, build_model, compile_model
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import ModelConfig
@@ -46,21 +41,16 @@ VARIANTS = {
     "compiled, recompute": (True, True),
 }
 """By name: (compiled, recomputed)."""
-WITH_CINN = ", CINN"
-"""The end of the name of a compiled variant that CINN compiles; where there is one."""
 
 
 def variants() -> list[str]:
     """Those that this Paddle has: ``to_static`` of 2.6 takes no wrapped model."""
-    names = [
-        name for name, (compiled, wrap) in VARIANTS.items() if not (IS_26 and compiled and wrap)
-    ]
-    return names + [name + WITH_CINN for name in names if has_cinn() and VARIANTS[name][0]]
+    return [name for name, both in VARIANTS.items() if not (IS_26 and all(both))]
 
 
 def make_step(shape: str, variant: str) -> tuple[Callable[[], float], float]:
     """One training step of a fresh model, and the seconds that its conversion took."""
-    compiled, wrap = VARIANTS[variant.removesuffix(WITH_CINN)]
+    compiled, wrap = VARIANTS[variant]
     paddle.seed(0)
     if shape == "ResNet-18":
         model = paddle.vision.models.resnet18(num_classes=10)
@@ -85,8 +75,6 @@ def make_step(shape: str, variant: str) -> tuple[Callable[[], float], float]:
     if wrap:
         apply_recompute(model, RecomputeConfig(checkpoints=[blocks]))
     began = time.perf_counter()
-    if has_cinn():  # to_static asks for the flag
-        paddle.set_flags({"FLAGS_use_cinn": variant.endswith(WITH_CINN)})
     if compiled:
         compile_model(model, [spec])
     seconds = time.perf_counter() - began
@@ -98,26 +86,6 @@ def make_step(shape: str, variant: str) -> tuple[Callable[[], float], float]:
         return step([batch]).loss
 
     return run, seconds
-
-
-def has_cinn() -> bool:
-    """Whether ``to_static(backend="CINN")`` compiles anything here.
-
-    Paddle 3.3 asks for a wheel with CINN and a CUDA device, or goes on without it and says nothing
-    (``paddle.jit.dy2static.utils.cinn_is_available``).
-    """
-    on_cuda = paddle.is_compiled_with_cuda() and paddle.get_device().startswith("gpu")
-    return bool(paddle.is_compiled_with_cinn()) and on_cuda and not IS_26
-
-
-def cinn() -> str:
-    """The line about CINN in the record."""
-    asked = f"`paddle.is_compiled_with_cinn()` is {paddle.is_compiled_with_cinn()}"
-    if not paddle.is_compiled_with_cinn():
-        return f"{asked}: this wheel has no CINN, so nothing was measured with it."
-    if not has_cinn():
-        return f"{asked}; Paddle uses it on CUDA devices only, and this is a {paddle.get_device()}."
-    return f"{asked}; the variants with CINN in their names use it."
 
 
 def peak_of(step: Callable[[], float]) -> tuple[int, float]:
@@ -139,22 +107,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     arguments = parser.parse_args()
-    module = "benchmarks.speed.compile"
     rows, same = [], True
     for shape in arguments.shapes:
         made = {name: make_step(shape, name) for name in variants()}
         steps = {name: step for name, (step, _) in made.items()}
         peaks = {name: peak_of(step) for name, step in steps.items()}
-        losses = {loss for name, (_, loss) in peaks.items() if not name.endswith(WITH_CINN)}
+        losses = {loss for _, loss in peaks.values()}
         same &= len(losses) == 1
         shares = ratios(paired_seconds(steps, warm_up=0, rounds=arguments.rounds), to="eager")
         for name, (_, seconds) in made.items():
-            middle, low, high = shares[name]
             rows.append(
                 [
                     shape,
                     name,
-                    f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                    shown(shares[name], 2),
                     f"{peaks[name][0] / 2**20:.1f}",
                     f"{seconds:.1f}" if name.startswith("compiled") else "",
                 ]
@@ -163,18 +129,17 @@ def main() -> None:
         del made, steps
         gc.collect()
     header = ["model", "variant", "time of eager", "peak MiB", "conversion, s"]
-    but_cinn = ", those with CINN apart," if has_cinn() else ""
     body = [
         *table(header, rows),
         "",
-        f"- The third losses of all variants of a model{but_cinn} are "
-        f"{'' if same else 'NOT '}equal to the bit.",
-        f"- CINN: {cinn()}",
+        f"- The third losses of all variants of a model are {'' if same else 'NOT '}equal to the "
+        "bit.",
+        f"- CINN: `paddle.is_compiled_with_cinn()` is {paddle.is_compiled_with_cinn()}.",
     ]
-    print("\n".join(body))
     if arguments.shapes == list(SHAPES):
-        path = write_record("compile", "Compiled models", f"python -m {module}", body)
-        print(f"\n{path.relative_to(RESULTS.parent.parent)}")
+        write_record("compile", "Compiled models", "python -m benchmarks.speed.compile", body)
+    else:
+        print("\n".join(body))
 
 
 if __name__ == "__main__":

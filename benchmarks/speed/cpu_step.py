@@ -13,14 +13,16 @@ runs one step in turn; a ratio is of two steps of one round.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.record import ROOT, ratios, table, torch_python, write_record
+from benchmarks.harness.record import ROOT, table, torch_python, write_record
 from benchmarks.harness.step_process import StepProcess
+from benchmarks.harness.timing import in_turn, ratios, shown
 from paddle_recompute import load_config
 from paddle_recompute._paddle.cpu_settings import SWITCH
 
@@ -65,19 +67,11 @@ def main() -> None:
     }
     body = [*(__doc__ or "").split("\n\n")[1].splitlines(), ""]
     for way in WAYS:
-        seconds: dict[str, list[float]] = {}
-        for number in range(WARM_UP + args.rounds):
-            for name, side in sides.items():
-                found = side.seconds(way)
-                if number >= WARM_UP:
-                    seconds.setdefault(name, []).append(found)
+        steps = {name: functools.partial(side.seconds, way) for name, side in sides.items()}
+        seconds = in_turn(steps, warm_up=WARM_UP, rounds=args.rounds)
         to_torch = ratios(seconds, "torch")
         rows = [
-            (
-                name,
-                f"{min(values) * 1e3:.0f}",
-                "{:.2f} ({:.2f} to {:.2f})".format(*to_torch[name]),
-            )
+            (name, f"{min(values) * 1e3:.0f}", shown(to_torch[name], 2))
             for name, values in seconds.items()
         ]
         body += [
@@ -92,8 +86,7 @@ def main() -> None:
         print("\n".join(body))
         return
     title = "The CPU time of a training step, torch's beside"
-    path = write_record("cpu_step", title, "make bench-cpu_step", body)
-    print(path.read_text(encoding="utf-8"))
+    write_record("cpu_step", title, "make bench-cpu_step", body)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benchmarks.speed.executor_order
 
 Two towers with dropout, trained by a Program in an executor of one's own (Paddle 3.3). Blocks of
-runs without and with ``FLAGS_enable_pir_in_executor_trace_run`` alternate in one process; the
+20 runs without and with ``FLAGS_enable_pir_in_executor_trace_run`` alternate in one process; the
 figures are the process's CPU time. Takes about a minute.
 """
 
@@ -16,6 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import paddle
 from paddle import nn
+
+from benchmarks.harness.timing import paired_seconds, ratios, shown
 
 FLAG = "FLAGS_enable_pir_in_executor_trace_run"
 PAIRS, RUNS = 15, 20
@@ -41,8 +43,8 @@ class TwoTowers(nn.Layer):
         return (one * other).sum(axis=1)
 
 
-def runs_of(width: int, depth: int, rows: int) -> Callable[[], float]:
-    """A function that trains `RUNS` steps and returns their CPU time, in seconds."""
+def runs_of(width: int, depth: int, rows: int, *, is_set: bool) -> Callable[[], None]:
+    """A function that trains `RUNS` steps, with or without the flag."""
     main, startup = paddle.static.Program(), paddle.static.Program()
     with paddle.static.program_guard(main, startup):
         x = paddle.static.data("x", [rows, width])
@@ -51,12 +53,11 @@ def runs_of(width: int, depth: int, rows: int) -> Callable[[], float]:
     executor, scope = paddle.static.Executor(), paddle.static.Scope()
     feed = {"x": np.random.default_rng(0).standard_normal((rows, width)).astype("float32")}
 
-    def run() -> float:
-        started = time.process_time()
+    def run() -> None:
+        paddle.set_flags({FLAG: is_set})
         with paddle.static.scope_guard(scope):
             for _ in range(RUNS):
                 executor.run(main, feed=feed, fetch_list=[loss])
-        return time.process_time() - started
 
     with paddle.static.scope_guard(scope):
         executor.run(startup)
@@ -66,22 +67,14 @@ def runs_of(width: int, depth: int, rows: int) -> Callable[[], float]:
 def main() -> None:
     """Measure a small and a larger Program, and print the quotients."""
     paddle.enable_static()
-    for width, depth, rows in ((32, 8, 32), (256, 4, 64)):
-        run = runs_of(width, depth, rows)
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for pair in range(PAIRS + 1):
-            for is_set in (False, True) if pair % 2 else (True, False):
-                paddle.set_flags({FLAG: is_set})
-                seconds = run()
-                if pair:
-                    times[is_set].append(seconds / RUNS)
-        quotients = sorted(b / a for a, b in zip(times[False], times[True], strict=True))
+    for shape in ((32, 8, 32), (256, 4, 64)):
+        steps = {name: runs_of(*shape, is_set=name == "with") for name in ("without", "with")}
+        seconds = paired_seconds(steps, warm_up=1, rounds=PAIRS, clock=time.process_time)
+        taken = {name: 1e3 * statistics.median(one) / RUNS for name, one in seconds.items()}
         print(
-            f"width {width}, {depth} layers, {rows} rows: "
-            f"{1e3 * statistics.median(times[False]):.2f} ms of CPU time a run without the flag, "
-            f"{1e3 * statistics.median(times[True]):.2f} ms with it; quotient "
-            f"{statistics.median(quotients):.3f} (quartiles {quotients[len(quotients) // 4]:.3f} "
-            f"to {quotients[3 * len(quotients) // 4]:.3f} of {PAIRS} pairs)"
+            f"width {shape[0]}, {shape[1]} layers, {shape[2]} rows: {taken['without']:.2f} ms of "
+            f"CPU time a run without the flag, {taken['with']:.2f} ms with it; quotient "
+            f"{shown(ratios(seconds, 'without')['with'])} of {PAIRS} pairs"
         )
 
 

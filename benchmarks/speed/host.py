@@ -2,8 +2,10 @@
 
 On a GPU the host only launches kernels. Python that takes longer than they do is the time of a
 step; on a CPU the kernels hide it. So the tensors are tiny here, the CPU time of the thread is
-taken, and what counts is a call's time above that of the plain call. The floor is twenty bare lines
-with the same saved-tensor hooks: exact for these blocks alone, and nothing is checked.
+taken, and what counts is a call's time above that of the plain call. The floor is twenty bare
+lines with the same saved-tensor hooks: exact for these blocks alone, and nothing is checked. A
+transformer layer is there twice: in a chain of 12, as the other blocks, and in one of 24, where the
+CPU time of the whole process is taken.
 
     python -m benchmarks.speed.host [--rounds N] [--block NAME] [--steps]
 
@@ -13,20 +15,23 @@ Whole steps, of `_host_steps`, have a record of their own.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
 from paddle.distributed.fleet.utils import recompute as fleet_recompute
 
 from benchmarks.harness.record import table, write_record
+from benchmarks.harness.timing import Clock, in_turn
 from benchmarks.speed import _host_steps
-from paddle_recompute import ContrastiveLoss, GradCache, recompute
+from paddle_recompute import recompute
 
-BLOCKS_IN_TURN = 12
+WARM_UP = 3
 Call = Callable[[paddle.nn.Layer, paddle.Tensor], paddle.Tensor]
 
 
@@ -89,12 +94,37 @@ def transformer_layer() -> paddle.nn.Layer:
     return paddle.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, activation="gelu")
 
 
-BLOCKS: dict[str, tuple[Callable[[], paddle.nn.Layer], list[int]]] = {
-    "Linear block": (LinearBlock, [2, 4, 8]),
-    "transformer layer": (transformer_layer, [2, 4, 8]),
-    "ResNet block": (ResNetBlock, [2, 4, 4, 4]),
-    "MoE block": (MixtureBlock, [2, 4, 8]),
+@dataclass(frozen=True)
+class Chain:
+    """Blocks one after the other.
+
+    Attributes:
+        block: Makes one.
+        shape: Of the input.
+        length: How many blocks.
+        clock: Seconds of what.
+    """
+
+    block: Callable[[], paddle.nn.Layer]
+    shape: tuple[int, ...] = (2, 4, 8)
+    length: int = 12
+    clock: Clock = time.thread_time
+
+
+TRANSFORMER = "transformer layer"
+BLOCKS = {
+    "Linear block": Chain(LinearBlock),
+    TRANSFORMER: Chain(transformer_layer),
+    "ResNet block": Chain(ResNetBlock, (2, 4, 4, 4)),
+    "MoE block": Chain(MixtureBlock),
+    f"{TRANSFORMER}, 24 in turn": Chain(transformer_layer, length=24, clock=time.process_time),
 }
+
+
+def identity_hooks(block: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    """The plain call under hooks that change nothing."""
+    with paddle.autograd.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        return block(x)
 
 
 def bare_hooks(block: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
@@ -129,13 +159,14 @@ def bare_hooks(block: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
 
 FORMS: dict[str, Call] = {
     "plain": lambda block, x: block(x),
+    "identity hooks": identity_hooks,
     "floor": bare_hooks,
     "fleet, default": lambda block, x: fleet_recompute(block, x),
     "fleet, hooks": lambda block, x: fleet_recompute(block, x, use_reentrant=False),
     "ours": lambda block, x: recompute(block, x),
 }
-# On a CPU of 2.6, fleet's hooks fail, and the engine empties a tensor that the floor gives twice.
-WITHOUT_26 = ("fleet, hooks", "floor")
+# On a CPU of 2.6, hooks of Python alone fail: the engine empties a tensor that was saved twice.
+WITHOUT_26 = ("identity hooks", "floor", "fleet, hooks")
 
 
 def forms_here() -> dict[str, Call]:
@@ -144,38 +175,33 @@ def forms_here() -> dict[str, Call]:
     return {form: call for form, call in FORMS.items() if form not in left_out}
 
 
-def measured(name: str, rounds: int) -> dict[str, tuple[float, float, float]]:
+def measured(name: str, rounds: int) -> dict[str, tuple[float, ...]]:
     """By form: microseconds of a forward and of a backward, and of both above the plain call."""
     paddle.seed(1)
-    make, shape = BLOCKS[name]
-    blocks = paddle.nn.LayerList([make() for _ in range(BLOCKS_IN_TURN)])
-    x = paddle.randn(shape)
+    chain = BLOCKS[name]
+    blocks = paddle.nn.LayerList([chain.block() for _ in range(chain.length)])
+    x = paddle.randn(chain.shape)
     x.stop_gradient = False  # fleet's default form gives no gradients otherwise
-    forms = forms_here()
 
     def run(call: Call) -> tuple[float, float]:
-        start, y = time.thread_time(), x
+        start, y = chain.clock(), x
         for block in blocks:
             y = call(block, y)
-        middle = time.thread_time()
+        middle = chain.clock()
         y.sum().backward()
-        end = time.thread_time()
+        end = chain.clock()
         blocks.clear_gradients()
         x.clear_gradient()
         return middle - start, end - middle
 
-    seconds: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
-    for number in range(rounds + 3):
-        for form, call in forms.items():
-            taken = run(call)
-            if number >= 3:
-                seconds[form].append(taken)
+    forms = {form: functools.partial(run, call) for form, call in forms_here().items()}
+    seconds = in_turn(forms, warm_up=WARM_UP, rounds=rounds)
     found = {}
     for form, values in seconds.items():
         above = [sum(own) - sum(bare) for own, bare in zip(values, seconds["plain"], strict=True)]
         parts = (*zip(*values, strict=True), above)
-        found[form] = tuple(statistics.median(part) / BLOCKS_IN_TURN * 1e6 for part in parts)
-    return found  # type: ignore[return-value]
+        found[form] = tuple(statistics.median(part) / chain.length * 1e6 for part in parts)
+    return found
 
 
 def counted_objects(name: str) -> dict[str, int]:
@@ -183,8 +209,7 @@ def counted_objects(name: str) -> dict[str, int]:
     counts. So many forwards make it look through the young ones, and from time to time through the
     whole heap of the process.
     """
-    make, shape = BLOCKS[name]
-    block, x = make(), paddle.randn(shape)
+    block, x = BLOCKS[name].block(), paddle.randn(BLOCKS[name].shape)
     x.stop_gradient = False
     found = {}
     for form, call in forms_here().items():
@@ -199,67 +224,6 @@ def counted_objects(name: str) -> dict[str, int]:
     return found
 
 
-class Encoder(paddle.nn.Layer):
-    """A transformer layer without dropout, and the mean over the length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = paddle.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``[batch, 8]``, float32, of ``[batch, length, 8]``."""
-        return self.layer(x).mean(1)
-
-
-def cached_by_hand(
-    encoder: paddle.nn.Layer, loss: Callable[..., paddle.Tensor], sides: list[paddle.Tensor]
-) -> None:
-    """What GradCache computes, dropout included, where nothing has state or is checked."""
-    chunks = [[side[i : i + 4] for i in range(0, CACHED_ROWS, 4)] for side in sides]
-    states: list[Any] = []
-
-    def first(chunk: paddle.Tensor) -> paddle.Tensor:
-        states.append(paddle.get_rng_state())
-        return encoder(chunk)
-
-    with paddle.no_grad():
-        heads = [paddle.concat([first(chunk) for chunk in side]) for side in chunks]
-    for head in heads:
-        head.stop_gradient = False
-    loss(*heads).backward()
-    for side, head in zip(chunks, heads, strict=True):
-        for number, chunk in enumerate(side):
-            now = paddle.get_rng_state()
-            paddle.set_rng_state(states.pop(0))
-            again = encoder(chunk)
-            paddle.set_rng_state(now)
-            again.backward(head.grad[4 * number : 4 * number + 4])
-
-
-CACHED_ROWS = 32
-
-
-def measured_cache(rounds: int) -> tuple[float, float, float]:
-    """Microseconds per chunk by hand and of `GradCache`, and the ratio, taken within a round."""
-    paddle.seed(1)
-    encoder, loss = Encoder(), ContrastiveLoss(0.1)
-    sides = [paddle.randn([CACHED_ROWS, 4, 8]) for _ in range(2)]
-    cache = GradCache(encoder, loss, chunk_size=4)
-    seconds: list[tuple[float, float]] = []
-    for number in range(rounds + 3):
-        taken = []
-        for run in (lambda: cached_by_hand(encoder, loss, sides), lambda: cache.backward(*sides)):
-            start = time.thread_time()
-            run()
-            taken.append(time.thread_time() - start)
-            encoder.clear_gradients()
-        if number >= 3:
-            seconds.append((taken[0], taken[1]))
-    of_a_chunk = 1e6 / (2 * CACHED_ROWS / 4)
-    by_hand, ours = (statistics.median(part) * of_a_chunk for part in zip(*seconds, strict=True))
-    return by_hand, ours, statistics.median(own / bare for bare, own in seconds)
-
-
 def main() -> None:
     """Measure and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -268,9 +232,7 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true", help="whole steps alone")
     arguments = parser.parse_args()
     if arguments.steps:
-        layer = measured("transformer layer", arguments.rounds)
-        above = {form: taken[2] for form, taken in layer.items()}
-        print(_host_steps.record(above, arguments.rounds))
+        _host_steps.record(arguments.rounds)
         return
     rows: list[list[Any]] = []
     for name in [arguments.block] if arguments.block else BLOCKS:
@@ -283,38 +245,23 @@ def main() -> None:
         print(*(" ".join(map(str, row)) for row in rows[-len(found) :]), sep="\n", flush=True)
     if arguments.block:
         return
-    by_hand, cached, ratio = measured_cache(arguments.rounds)
-    print("GradCache", *(f"{value:.2f}" for value in (by_hand, cached, ratio)))
     header = [
         "block", "form", "forward, us", "backward, us", "above plain, us", "of fleet's", "objects",
     ]  # fmt: skip
-    path = write_record(
+    write_record(
         "host",
         "Host time of a recomputed call",
         f"python -m benchmarks.speed.host --rounds {arguments.rounds}",
         [
-            "CPU time of the thread, per call of a block, tiny tensors; the median of "
-            f"{arguments.rounds} rounds, in each of which every form runs {BLOCKS_IN_TURN} blocks "
-            "in turn, one after the other. 'Above plain' is taken within a round. Other programs "
-            "ran on the machine: the ratio counts, not the microseconds. Objects: what a forward "
-            "leaves for the backward that the garbage collector counts.",
+            "CPU time of the thread (of the process, where 24 blocks run in turn), per call of a "
+            f"block, tiny tensors; the median of {arguments.rounds} rounds, in each of which every "
+            "form runs 12 or 24 blocks, one form after the other. 'Above plain' is taken within a "
+            "round. The ratio counts, not the microseconds. Objects: what a forward leaves for the "
+            "backward that the garbage collector counts.",
             "",
             *table(header, rows),
-            "",
-            "The gradient cache: a transformer layer without dropout as encoder of both sides, "
-            f"{CACHED_ROWS} rows in chunks of 4, loss and both forwards; the ratio is taken within "
-            "a round.",
-            "",
-            *table(
-                ["form", "per chunk, us", "of by hand"],
-                [
-                    ["by hand", f"{by_hand:.0f}", "1.00"],
-                    ["GradCache", f"{cached:.0f}", f"{ratio:.2f}"],
-                ],
-            ),
         ],
     )
-    print(path)
 
 
 if __name__ == "__main__":

@@ -47,16 +47,13 @@ Progress = Callable[[int, int], None]
 """Called with (done, total): the kinds of calls whose costs are known."""
 
 
-def measure_costs(
-    job: Job, *, only_bytes: bool = False, progress: Progress | None = None
-) -> StepCosts:
+def measure_costs(job: Job, *, progress: Progress | None = None) -> StepCosts:
     """Measure the step of `job`; parameters, buffers, gradients and random streams stay the same.
 
     On several ranks, all of them call it. Costs about 4 to 6 plain steps; short steps are repeated.
 
     Args:
         job: The step.
-        only_bytes: Do not repeat short steps, so that their times are rough.
         progress: Called as kinds of calls are done.
 
     Raises:
@@ -91,7 +88,7 @@ def measure_costs(
                 "the step calls none of the blocks: " + ", ".join(list(job.blocks)[:3]) + "; name "
                 "Layers that loss_fn calls, with gradients enabled"
             )
-        costs = _with_costs_in_place(job, costs, everything, only_bytes, progress)
+        costs = _with_costs_in_place(job, costs, everything, progress)
         gradients = sum(_bytes(p.grad) for p in job.parameters() if p.grad is not None)
     there = {"gradients": gradients} if job.keeps_gradients else {}
     end = costs.events[-1]
@@ -187,7 +184,6 @@ def _with_costs_in_place(
     job: Job,
     costs: StepCosts,
     everything: Callable[[], None],
-    only_bytes: bool,
     progress: Progress | None,
 ) -> StepCosts:
     """`costs` with the bytes and seconds that were measured of plain calls in their place.
@@ -196,7 +192,6 @@ def _with_costs_in_place(
         job: The step.
         costs: Of the step with every call recomputed.
         everything: Wraps every call.
-        only_bytes: As in `measure_costs`.
         progress: As in `measure_costs`.
     """
     # The largest figures of all ranks choose the plain calls: the same ones on every rank.
@@ -219,7 +214,7 @@ def _with_costs_in_place(
             keep=job.keep,
         )
         try:
-            runs = _paired_runs(job, costs, treat, everything, only_bytes)
+            runs = _paired_runs(job, costs, treat, everything)
         except MemoryError:
             if is_distributed():  # the other ranks wait in a collective of this step
                 raise
@@ -288,12 +283,11 @@ def _paired_runs(
     costs: StepCosts,
     treat: Callable[[], None],
     everything: Callable[[], None],
-    only_bytes: bool,
 ) -> list[tuple[StepCosts, StepCosts]]:
     """The step with every call recomputed and the one that `treat` wraps, in turns."""
     began = now()
     runs = [(costs, run_recorded(job, treat))]
-    if only_bytes or is_distributed():  # the ranks' clocks differ
+    if is_distributed():  # the ranks' clocks differ
         return runs
     while len(runs) < MOST_RUNS and now() - began < SECONDS_OF_REPEATS:
         runs.append((run_recorded(job, everything), run_recorded(job, treat)))

@@ -138,14 +138,6 @@ def test_a_bad_line_of_the_data_is_told_before_a_rank_starts(
 
 
 @pytest.mark.usefixtures("fake_trainer")
-def test_one_rank_is_trained_in_place_and_its_record_comes_last() -> None:
-    result = run("--config", TINY, "launch.num_ranks=1", "train.max_steps=41")
-    first, *_, last = result.stdout.splitlines()
-    assert first.startswith("starting 1 rank on cpu")
-    assert json.loads(last) == {"max_steps": 41}
-
-
-@pytest.mark.usefixtures("fake_trainer")
 @pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 1)])
 def test_under_fleetrun_the_first_rank_alone_prints_the_record(
     rank: int, lines: int, monkeypatch: pytest.MonkeyPatch

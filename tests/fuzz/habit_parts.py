@@ -26,7 +26,13 @@ TEMPERATURE = 1.0
 SETTINGS = types.SimpleNamespace(temperature=1.0)
 LOCAL = threading.local()
 CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("temperature", default=1.0)
-PARTS: dict[str, type[Layer]] = {}
+PARTS: dict[str, Callable[[], Layer]] = {
+    "layer norm": lambda: paddle.nn.LayerNorm(WIDTH),
+    "batch norm": lambda: paddle.nn.BatchNorm1D(WIDTH),
+    "weight norm": lambda: paddle.nn.utils.weight_norm(paddle.nn.Linear(WIDTH, WIDTH)),
+    "spectral norm": lambda: paddle.nn.utils.spectral_norm(paddle.nn.Linear(WIDTH, WIDTH)),
+    "dropout": lambda: paddle.nn.Dropout(0.3),
+}
 
 
 def part(name: str) -> Callable[[type[Layer]], type[Layer]]:
@@ -60,33 +66,16 @@ class Dense(Layer):
         return self.dropout(paddle.nn.functional.gelu(self.linear(x)))
 
 
-@part("layer norm")
-class Norm(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = paddle.nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
-
-
-@part("batch norm")
-class Batch(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = paddle.nn.BatchNorm1D(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
-
-
 @part("frozen batch norm")
-class FrozenBatch(Batch):
+class FrozenBatch(paddle.nn.BatchNorm1D):
     """Detection models put their BatchNorm into eval mode in each forward."""
 
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
     def forward(self, x: Tensor) -> Tensor:
-        self.norm.eval()
-        return self.norm(x)
+        self.eval()
+        return super().forward(x)
 
 
 @part("attention")
@@ -107,26 +96,6 @@ class Recurrent(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lstm(x.reshape([1, -1, WIDTH]))[0].reshape([-1, WIDTH])
-
-
-@part("weight norm")
-class Normed(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = paddle.nn.utils.weight_norm(paddle.nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
-@part("spectral norm")
-class Spectral(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = paddle.nn.utils.spectral_norm(paddle.nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
 
 
 @part("named parameters")
@@ -209,17 +178,6 @@ class FusedLinear(PyLayer):
         return paddle.matmul(gradient, weight, transpose_y=True), of_weight
 
 
-@part("fused linear")
-class Fused(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = self.create_parameter([WIDTH, WIDTH])
-        self.weight.main_grad = paddle.zeros([WIDTH, WIDTH])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return FusedLinear.apply(x, self.weight)
-
-
 @part("fused linear with a gradient")
 class FusedWithGradient(Layer):
     """No ``main_grad`` was set up."""
@@ -230,6 +188,13 @@ class FusedWithGradient(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return FusedLinear.apply(x, self.weight)
+
+
+@part("fused linear")
+class Fused(FusedWithGradient):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight.main_grad = paddle.zeros([WIDTH, WIDTH])
 
 
 class Reverse(PyLayer):
@@ -256,67 +221,65 @@ class Reversal(Layer):
 # -------------------------------------------------------------------------- settings of a schedule
 
 
+class OfSetting(Layer):
+    def temperature_now(self) -> Any:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return paddle.tanh(x * self.temperature_now())
+
+
 @part("attribute")
-class OfAttribute(Layer):
+class OfAttribute(OfSetting):
     def __init__(self) -> None:
         super().__init__()
         self.temperature = 1.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        return paddle.tanh(x * self.temperature)
+    def temperature_now(self) -> Any:
+        return self.temperature
 
 
 @part("global")
-class OfGlobal(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return paddle.tanh(x * TEMPERATURE)
+class OfGlobal(OfSetting):
+    def temperature_now(self) -> Any:
+        return TEMPERATURE
 
 
 @part("settings object")
-class OfSettings(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return paddle.tanh(x * SETTINGS.temperature)
+class OfSettings(OfSetting):
+    def temperature_now(self) -> Any:
+        return SETTINGS.temperature
 
 
 @part("class attribute")
-class OfClass(Layer):
+class OfClass(OfSetting):
     temperature: ClassVar[float] = 1.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        return paddle.tanh(x * OfClass.temperature)
+    def temperature_now(self) -> Any:
+        return OfClass.temperature
 
 
 @part("thread local")
-class OfLocal(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return paddle.tanh(x * LOCAL.temperature)
+class OfLocal(OfSetting):
+    def temperature_now(self) -> Any:
+        return LOCAL.temperature
 
 
 @part("context variable")
-class OfContext(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return paddle.tanh(x * CONTEXT.get())
+class OfContext(OfSetting):
+    def temperature_now(self) -> Any:
+        return CONTEXT.get()
 
 
 @part("list of settings")
-class OfList(Layer):
+class OfList(OfSetting):
     def __init__(self) -> None:
         super().__init__()
         self.scales = [1.0, 1.0]
         self.named = {"temperature": 1.0}
 
-    def forward(self, x: Tensor) -> Tensor:
-        return paddle.tanh(x * self.scales[-1] * self.named["temperature"])
-
-
-@part("dropout")
-class Drop(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = paddle.nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(x)
+    def temperature_now(self) -> Any:
+        return self.scales[-1] * self.named["temperature"]
 
 
 def schedule(layer: Layer, value: float) -> None:
@@ -330,5 +293,5 @@ def schedule(layer: Layer, value: float) -> None:
         elif isinstance(one, OfList):
             one.scales.append(value)
             one.named["temperature"] = value
-        elif isinstance(one, Drop):
-            one.dropout.p = value / 4
+        elif isinstance(one, paddle.nn.Dropout):
+            one.p = value / 4

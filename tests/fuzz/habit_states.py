@@ -8,12 +8,13 @@ import importlib
 import itertools
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 import paddle
 
-from tests.fuzz.habit_parts import ONE, WIDTH, Dense, Layer, Tensor, part, reset_settings
+from tests.fuzz.habit_parts import ONE, PARTS, WIDTH, Dense, Layer, Tensor, part, reset_settings
 
 CURRENT: contextvars.ContextVar[Any] = contextvars.ContextVar("layer", default=None)
 REGISTRY: dict[str, list[Any]] = {"layers": []}
@@ -25,6 +26,12 @@ def reset() -> None:
     CURRENT.set(None)
     REGISTRY["layers"] = []
     layer_of.cache_clear()
+
+
+class WithLinear(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
 
 
 # ------------------------------------------------------------------------------- state of a Layer
@@ -89,13 +96,10 @@ class Tracker(Layer):
 
 
 @part("unused with gradient")
-class Unused(Layer):
+class Unused(WithLinear):
     """Computes figures that the loss does not use."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice_deviation = 0.0
-        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
+    twice_deviation = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
@@ -159,40 +163,18 @@ class Shared(Layer):
 
 
 class Finder(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = len(REGISTRY["layers"])
-        REGISTRY["layers"].append(Shared())
+    """Calls the Layer of the registry that `find` returns."""
 
-    def find(self) -> Layer:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.find()(x)
-
-
-@part("registry")
-class OfRegistry(Finder):
-    def find(self) -> Layer:
-        return REGISTRY["layers"][self.number]
-
-
-@part("class registry")
-class OfClassRegistry(Finder):
     known: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
-    def __init__(self) -> None:
+    def __init__(self, find: Callable[[int], Layer]) -> None:
         super().__init__()
-        type(self).known[self.number] = REGISTRY["layers"][self.number]
+        self.number, self.find = len(REGISTRY["layers"]), find
+        REGISTRY["layers"].append(Shared())
+        Finder.known[self.number] = REGISTRY["layers"][self.number]
 
-    def find(self) -> Layer:
-        return type(self).known[self.number]
-
-
-@part("weak reference")
-class OfWeakReference(Finder):
-    def find(self) -> Layer:
-        return weakref.ref(REGISTRY["layers"][self.number])()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.find(self.number)(x)
 
 
 @functools.lru_cache
@@ -200,25 +182,25 @@ def layer_of(number: int) -> Layer:
     return REGISTRY["layers"][number]
 
 
-@part("lru_cache")
-class OfCache(Finder):
-    def find(self) -> Layer:
-        return layer_of(self.number)
+def by_import(number: int) -> Layer:
+    return getattr(importlib.import_module(__name__), "REGISTRY")["layers"][number]  # noqa: B009
 
 
-@part("import")
-class OfImport(Finder):
-    def find(self) -> Layer:
-        here = importlib.import_module(__name__)
-        return getattr(here, "REGISTRY")["layers"][self.number]  # noqa: B009
+def in_context(number: int) -> Layer:
+    if CURRENT.get() is None:
+        CURRENT.set(REGISTRY["layers"][number])
+    return CURRENT.get()
 
 
-@part("layer in a context variable")
-class OfContextVariable(Finder):
-    def find(self) -> Layer:
-        if CURRENT.get() is None:
-            CURRENT.set(REGISTRY["layers"][self.number])
-        return CURRENT.get()
+FINDS: dict[str, Callable[[int], Any]] = {
+    "registry": lambda number: REGISTRY["layers"][number],
+    "class registry": lambda number: Finder.known[number],
+    "weak reference": lambda number: weakref.ref(REGISTRY["layers"][number])(),
+    "lru_cache": layer_of,
+    "import": by_import,
+    "layer in a context variable": in_context,
+}
+PARTS.update({name: functools.partial(Finder, find) for name, find in FINDS.items()})
 
 
 # ------------------------------------------------------------------------------ what forwards do
@@ -233,11 +215,7 @@ class Noise(Layer):
 
 
 @part("stochastic depth")
-class Depth(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
-
+class Depth(WithLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.training and random.random() < 0.4:
             return x
@@ -245,11 +223,7 @@ class Depth(Layer):
 
 
 @part("auto_cast")
-class AutoCast(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
-
+class AutoCast(WithLinear):
     def forward(self, x: Tensor) -> Tensor:
         with paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
             h = self.linear(x)
@@ -258,13 +232,10 @@ class AutoCast(Layer):
 
 
 @part("caught exception")
-class Caught(Layer):
+class Caught(WithLinear):
     """A kernel that does not take these shapes, and a way around it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
-        self.is_fast = True
+    is_fast = True
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
@@ -286,10 +257,10 @@ class Remembered(Caught):
 
 
 @part("no_grad")
-class PartlyFrozen(Layer):
+class PartlyFrozen(WithLinear):
     def __init__(self) -> None:
         super().__init__()
-        self.frozen, self.linear = (paddle.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.frozen = paddle.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         with paddle.no_grad():
@@ -299,11 +270,8 @@ class PartlyFrozen(Layer):
 
 
 @part("tensor hook")
-class Hooked(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
-        self.gradients = 0
+class Hooked(WithLinear):
+    gradients = 0
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)

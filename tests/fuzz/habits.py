@@ -55,12 +55,75 @@ def habit(
     return register
 
 
+def train_block(session: Session, pick: int, is_trained: bool) -> None:
+    for parameter in session.block(pick).parameters():
+        parameter.stop_gradient = not is_trained
+
+
+@contextlib.contextmanager
+def set_around(holder: Any, pick: int) -> Iterator[None]:
+    before, holder.temperature = holder.temperature, 0.1 + pick / 4
+    yield
+    holder.temperature = before
+
+
+def first_part(session: Session, pick: int) -> paddle.nn.Layer:
+    return session.block(pick).parts[0]
+
+
+BETWEEN_UPDATES = ("before", "between", "updated")
+SHORT: dict[str, tuple[Callable[[Session, int], Any], tuple[str, ...]]] = {
+    "schedule": (
+        lambda s, pick: habit_parts.schedule(s.model, 0.25 * (1 + pick) + 0.125 * s.step), PHASES,
+    ),
+    "with a thread local": (lambda s, pick: set_around(habit_parts.LOCAL, pick), ("around",)),
+    "with a class attribute": (lambda s, pick: set_around(habit_parts.OfClass, pick), ("around",)),
+    "with auto_cast": (
+        lambda s, pick: paddle.amp.auto_cast(
+            level="O1", dtype="bfloat16" if pick % 2 else "float16"
+        ),
+        ("around",),
+    ),
+    "freeze": (lambda s, pick: train_block(s, pick, False), PHASES),
+    "unfreeze": (lambda s, pick: train_block(s, pick, True), PHASES),
+    "eval": (lambda s, pick: s.block(pick).eval(), PHASES),
+    "train": (lambda s, pick: s.model.train(), PHASES),
+    "forward without a backward": (
+        lambda s, pick: s.note("not trained", s.model(paddle.randn([ROWS, WIDTH]))), PHASES,
+    ),
+    "look at another batch": (
+        paddle.no_grad()(lambda s, pick: s.note("looked at", s.model(paddle.ones([2, WIDTH])))),
+        PHASES,
+    ),
+    "new optimizers": (lambda s, pick: s.make_optimizers(), ("before", "updated")),
+    "learning rate": (
+        lambda s, pick: [one.set_lr(0.01 * (1 + pick)) for one in s.optimizers], PHASES,
+    ),
+    "save": (
+        lambda s, pick: s.saved.update(
+            {k: v.numpy().copy() for k, v in s.model.state_dict().items()}
+        ),
+        PHASES,
+    ),
+    "forward pre-hook": (
+        lambda s, pick: s.removable.append(
+            first_part(s, pick).register_forward_pre_hook(lambda _, inputs: (inputs[0] * 1.5,))
+        ),
+        BETWEEN_UPDATES,
+    ),
+    "forward post-hook": (
+        lambda s, pick: s.removable.append(
+            first_part(s, pick).register_forward_post_hook(lambda _, inputs, out: out * 0.5)
+        ),
+        BETWEEN_UPDATES,
+    ),
+    "collect garbage": (lambda s, pick: gc.collect(), PHASES),
+}  # fmt: skip
+for name, (do, phases) in SHORT.items():
+    habit(name, *phases)(do)
+
+
 # Schedules and contexts.
-
-
-@habit("schedule")
-def _(session: Session, pick: int) -> None:
-    habit_parts.schedule(session.model, 0.25 * (1 + pick) + 0.125 * session.step)
 
 
 @habit("with a context variable", "around")
@@ -71,27 +134,6 @@ def _(session: Session, pick: int) -> Iterator[None]:
     habit_parts.CONTEXT.reset(token)
 
 
-@habit("with a thread local", "around")
-@contextlib.contextmanager
-def _(session: Session, pick: int) -> Iterator[None]:
-    before, habit_parts.LOCAL.temperature = habit_parts.LOCAL.temperature, 0.1 + pick / 4
-    yield
-    habit_parts.LOCAL.temperature = before
-
-
-@habit("with a class attribute", "around")
-@contextlib.contextmanager
-def _(session: Session, pick: int) -> Iterator[None]:
-    before, habit_parts.OfClass.temperature = habit_parts.OfClass.temperature, 0.1 + pick / 4
-    yield
-    habit_parts.OfClass.temperature = before
-
-
-@habit("with auto_cast", "around")
-def _(session: Session, pick: int) -> Any:
-    return paddle.amp.auto_cast(level="O1", dtype="bfloat16" if pick % 2 else "float16")
-
-
 # What is trained.
 
 
@@ -100,28 +142,6 @@ def _(session: Session, pick: int) -> None:
     for one in session.parts(habit_parts.Adapters):
         one.active = (one.active + 1) % 2
         one.train_adapter(one.active)
-
-
-@habit("freeze")
-def _(session: Session, pick: int) -> None:
-    for parameter in session.block(pick).parameters():
-        parameter.stop_gradient = True
-
-
-@habit("unfreeze")
-def _(session: Session, pick: int) -> None:
-    for parameter in session.block(pick).parameters():
-        parameter.stop_gradient = False
-
-
-@habit("eval")
-def _(session: Session, pick: int) -> None:
-    session.block(pick).eval()
-
-
-@habit("train")
-def _(session: Session, pick: int) -> None:
-    session.model.train()
 
 
 @habit("replace a Layer", refused=())
@@ -144,22 +164,11 @@ def _(session: Session, pick: int) -> None:
     session.model.train()
 
 
-@habit("look at another batch")
-def _(session: Session, pick: int) -> None:
-    with paddle.no_grad():
-        session.note("looked at", session.model(paddle.ones([2, WIDTH])))
-
-
 @habit("train on another batch")
 def _(session: Session, pick: int) -> None:
     loss = session.loss(session.model(paddle.randn([ROWS, WIDTH])))
     if not loss.stop_gradient:
         loss.backward()
-
-
-@habit("forward without a backward")
-def _(session: Session, pick: int) -> None:
-    session.note("not trained", session.model(paddle.randn([ROWS, WIDTH])))
 
 
 @habit("catch an error of a forward")
@@ -219,11 +228,6 @@ def _(session: Session, pick: int) -> None:
         session.note("teacher", teacher(paddle.ones([2, WIDTH])))
 
 
-@habit("save")
-def _(session: Session, pick: int) -> None:
-    session.saved = {k: v.numpy().copy() for k, v in session.model.state_dict().items()}
-
-
 @habit("load", refused=("between",))
 def _(session: Session, pick: int) -> None:
     if session.saved:
@@ -236,11 +240,6 @@ def _(session: Session, pick: int) -> None:
     paddle.save(session.model.state_dict(), file)
     file.seek(0)
     session.model.set_state_dict(paddle.load(file))
-
-
-@habit("new optimizers", "before", "updated")
-def _(session: Session, pick: int) -> None:
-    session.make_optimizers()
 
 
 # Weights.
@@ -278,12 +277,6 @@ def _(session: Session, pick: int) -> None:
             session.note("norm", paddle.nn.utils.clip_grad_norm_(trained, 0.5))
 
 
-@habit("learning rate")
-def _(session: Session, pick: int) -> None:
-    for optimizer in session.optimizers:
-        optimizer.set_lr(0.01 * (1 + pick))
-
-
 @habit("clear gradients", "before", "updated")
 def _(session: Session, pick: int) -> None:
     for optimizer in session.optimizers:
@@ -311,21 +304,6 @@ def _(session: Session, pick: int) -> None:
 
 
 # Hooks.
-
-
-@habit("forward pre-hook", "before", "between", "updated")
-def _(session: Session, pick: int) -> None:
-    session.removable.append(
-        session.block(pick)
-        .parts[0]
-        .register_forward_pre_hook(lambda layer, inputs: (inputs[0] * 1.5,))
-    )
-
-
-@habit("forward post-hook", "before", "between", "updated")
-def _(session: Session, pick: int) -> None:
-    part = session.block(pick).parts[0]
-    session.removable.append(part.register_forward_post_hook(lambda layer, given, out: out * 0.5))
 
 
 @habit("hook that keeps features", "before", "between", "updated")
@@ -369,8 +347,3 @@ def _(session: Session, pick: int) -> None:
     paddle.seed(pick)
     np.random.seed(pick)
     random.seed(pick)
-
-
-@habit("collect garbage")
-def _(session: Session, pick: int) -> None:
-    gc.collect()

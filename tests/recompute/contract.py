@@ -273,6 +273,21 @@ class Using(paddle.nn.Layer):
         return self._use(self.child, x)
 
 
+class WarmingUp(paddle.nn.Layer):
+    """Counts in Python beside a buffer, as the decay of a moving average does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("mean", paddle.zeros([4]))
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self.calls += 1
+        decay = min(0.9, (1 + self.calls) / (10 + self.calls))
+        self.mean = decay * self.mean + (1 - decay) * x.detach().mean(0)
+        return x * self.calls + self.mean
+
+
 def leaf(*shape: int, dtype: str = "float32", stop_gradient: bool = False) -> paddle.Tensor:
     """A tensor of normal numbers that asks for a gradient."""
     tensor = paddle.randn(list(shape)).astype(dtype).detach()

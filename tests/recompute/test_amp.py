@@ -12,7 +12,7 @@ from typing import Any
 import paddle
 from paddle.base import core
 
-from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of, global_amp_state
+from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from tests.recompute.contract import Run, Seen, case, leaf
 
 O1, O2 = core.AmpLevel.O1, core.AmpLevel.O2
@@ -88,18 +88,3 @@ def test_switched_inside(run: Run) -> Seen:
 
     run(function, x * 2).sum().backward()
     return {"x": x, "block": block, "states": [block.states[0], block.states[-1]]}
-
-
-@case("another dtype entered by auto_cast inside of the function")
-def test_global_dtype(run: Run) -> Seen:
-    """`GradScaler.scale` reads the dtype that ``auto_cast`` entered last."""
-    x = leaf(3, 4)
-
-    def function(x: paddle.Tensor) -> paddle.Tensor:
-        with paddle.amp.auto_cast(enable=False, dtype="bfloat16"):
-            return x.tanh()
-
-    y = run(function, x * 2)
-    with paddle.amp.auto_cast(enable=False, dtype="float16"):
-        y.sum().backward()
-    return {"x": x, "dtype": global_amp_state().amp_dtype}

@@ -13,7 +13,7 @@ import paddle
 
 from paddle_recompute import OffloadSequential, recompute
 from paddle_recompute.offload import resident
-from tests.recompute.contract import Run, Seen, case, leaf
+from tests.recompute.contract import Run, Seen, WarmingUp, case, leaf
 
 Tensor = paddle.Tensor
 SCHEDULE = {"temperature": 1.0}
@@ -30,23 +30,6 @@ class Scheduled(paddle.nn.Layer):
     def forward(self, x: Tensor) -> Tensor:
         y = self.dropout(self.linear(x)) * self.scale / SCHEDULE["temperature"]
         return y.tanh()
-
-
-class Smoothed(paddle.nn.Layer):
-    """Subtracts a moving mean, which moves faster in the first calls, as with a warm-up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = paddle.nn.Linear(4, 4)
-        self.register_buffer("mean", paddle.zeros([4]))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.calls += 1
-        decay = 1 - 1 / (1 + self.calls)
-        self.mean = decay * self.mean + (1 - decay) * y.detach().mean(0)
-        return (y - self.mean).tanh()
 
 
 def chained(run: Run, blocks: list[paddle.nn.Layer]) -> Any:
@@ -95,10 +78,11 @@ def test_schedule(run: Run, what: str) -> Seen:
 
 @case("a chain of blocks that count in Python beside their buffers")
 def test_counting(run: Run) -> Seen:
-    blocks, x = [Smoothed(), Smoothed()], leaf(3, 4)
+    blocks = [paddle.nn.Sequential(paddle.nn.Linear(4, 4), WarmingUp()) for _ in range(2)]
+    x = leaf(3, 4)
     chain, losses = chained(run, blocks), []
     for _ in range(3):
         losses.append(chain(x * 2).square().sum())
         losses[-1].backward()
-    numbers = [(block.calls, block.mean) for block in blocks]
+    numbers = [(block[1].calls, block[1].mean) for block in blocks]
     return {"x": x, "losses": losses, "numbers": numbers, "gradients": gradients_of(chain)}

@@ -32,6 +32,7 @@ from tests.recompute.contract import (
     Case,
     Run,
     Seen,
+    WarmingUp,
     array,
     clean_streams,
     differences,
@@ -57,21 +58,6 @@ class Registry:
 class Holder:
     def __init__(self, value: float) -> None:
         self.value = value
-
-
-class WarmingUp(paddle.nn.Layer):
-    """Counts in Python beside a buffer, as the decay of a moving average does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-        self.register_buffer("mean", paddle.zeros([4]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        decay = min(0.9, (1 + self.num_calls) / (10 + self.num_calls))
-        self.mean = decay * self.mean + (1 - decay) * x.detach().mean(0)
-        return x * self.num_calls + self.mean
 
 
 class Block(paddle.nn.Layer):
@@ -118,7 +104,7 @@ CHANGES: dict[str, Callable[[Block], object]] = {
     "a sublayer": lambda block: setattr(block, "dropout", paddle.nn.Dropout(0.9)),
     "a hook": lambda block: block.dropout.register_forward_post_hook(lambda *_: _[-1] * 3),
     "a buffer": lambda block: setattr(block.warming_up, "mean", paddle.ones([4])),
-    "a number of a called Layer": lambda block: setattr(Registry.layers["called"], "num_calls", 7),
+    "a number of a called Layer": lambda block: setattr(Registry.layers["called"], "calls", 7),
 }
 
 Pair = tuple[Tensor, Tensor]
@@ -181,7 +167,7 @@ def trained(door: Callable[[Block], Step], change: str, num_steps: int = 3) -> S
             )
         called = Registry.layers["called"]
         for name, one in {"block": block.warming_up, "called": called}.items():
-            found[f"mean of {name}"], found[f"calls of {name}"] = array(one.mean), one.num_calls
+            found[f"mean of {name}"], found[f"calls of {name}"] = array(one.mean), one.calls
         return {**found, **gradients_of(block)}
 
 
@@ -251,8 +237,11 @@ DIFFERENT_IN_A_CHAIN = (
 
 @functools.cache
 def _cases(section: str) -> list[tuple[Case, Seen]]:
+    """Of those for variants that make a difference to the search alone, one of four."""
     importlib.import_module(f"tests.recompute.test_{section}")
-    return [(one, one.wanted()) for one in CASES if one.section == section]
+    cases = [one for one in CASES if one.section == section]
+    chosen = [one for number, one in enumerate(cases) if one.is_listed or number % 4 == 0]
+    return [(one, one.wanted()) for one in chosen]
 
 
 def outcome(case: Case, wanted: Seen, run: Run) -> list[str]:

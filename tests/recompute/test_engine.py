@@ -22,6 +22,7 @@ from paddle_recompute.recompute import recompute_wrapper
 from tests.recompute.contract import (
     Run,
     Seen,
+    Using,
     case,
     leaf,
     plain,
@@ -42,35 +43,32 @@ class Block(paddle.nn.Layer):
 # ---------------------------------------------------------------------------------- paddle.grad
 
 
-@case("paddle.grad of the input: the parameters' .grad stays None", has_gradients=False)
-def test_grad_of_the_input(run: Run) -> Seen:
-    block, x = Block(), leaf(3, 4)
-    (gradient,) = paddle.grad(run(block, x * 2), [x])
-    return {"gradient": gradient, "x": x, "block": block}
+Grads = Callable[[Run, Any, paddle.Tensor, paddle.Tensor], Any]
+GRADS: dict[str, Grads] = {
+    "of the input: the parameters' .grad stays None": lambda run, block, x, z: paddle.grad(
+        run(block, x * 2), [x]
+    ),
+    "of the parameters": lambda run, block, x, z: paddle.grad(run(block, x), block.parameters()),
+    "of an input that is not used": lambda run, block, x, z: paddle.grad(
+        run(lambda x, z: block(x), x * 2, z), [x, z], allow_unused=True
+    ),
+    "with gradients of the outputs and inputs that are left out": lambda run, block, x, z: (
+        paddle.grad(
+            [run(lambda x, z: block(x) + z.exp(), x * 2, z * 2)],
+            [x],
+            grad_outputs=[leaf(3, 4)],
+            no_grad_vars=[z],
+        )
+    ),
+}
 
 
-@case("paddle.grad of the parameters")
-def test_grad_of_the_parameters(run: Run) -> Seen:
-    block, x = Block(), leaf(3, 4)
-    block.linear.weight.grad = paddle.ones([4, 4])
-    y = run(block, x * 2)
-    return {"gradients": paddle.grad(y, block.parameters()), "x": x, "block": block}
-
-
-@case("paddle.grad of an input that is not used", has_gradients=False)
-def test_grad_of_an_unused_input(run: Run) -> Seen:
-    block, x, unused = Block(), leaf(3, 4), leaf(3, 4)
-    y = run(lambda x, unused: block(x), x * 2, unused)
-    gradients = paddle.grad(y, [x, unused], allow_unused=True)
-    return {"gradients": gradients, "x": x, "unused": unused, "block": block}
-
-
-@case("paddle.grad with gradients of the outputs and inputs that are left out", has_gradients=False)
-def test_grad_with_grad_outputs(run: Run) -> Seen:
+@case("paddle.grad {what}", what=list(GRADS), has_gradients=False)
+def test_grad(run: Run, what: str) -> Seen:
     block, x, z = Block(), leaf(3, 4), leaf(3, 4)
-    y = run(lambda x, z: block(x) + z.exp(), x * 2, z * 2)
-    gradients = paddle.grad([y], [x], grad_outputs=[leaf(3, 4)], no_grad_vars=[z])
-    return {"gradients": gradients, "x": x, "z": z, "block": block}
+    if what == "of the parameters":
+        block.linear.weight.grad = paddle.ones([4, 4])
+    return {"gradients": GRADS[what](run, block, x, z), "x": x, "z": z, "block": block}
 
 
 @case("paddle.grad first, then backward")
@@ -394,10 +392,8 @@ def test_a_py_layer_that_asks_twice_runs_nothing_again() -> None:
 
 @case("a PyLayer inside: cus_tanh of the article")
 def test_cus_tanh(run: Run) -> Seen:
-    linear, x = paddle.nn.Linear(4, 4), leaf(3, 4)
-    y = run(lambda x: linear(cus_tanh.apply(linear(x))), x * 2)
-    y.square().sum().backward()
-    return {"y": y, "x": x, "linear": linear}
+    block = Using(paddle.nn.Linear(4, 4), lambda linear, x: linear(cus_tanh.apply(linear(x))))
+    return step(run, block, leaf(3, 4))
 
 
 def test_a_py_layer_differentiated_twice_is_refused() -> None:
@@ -587,12 +583,9 @@ def test_two_towers(run: Run) -> Seen:
 
 @case("a block called again with its own output, five times")
 def test_weight_sharing(run: Run) -> Seen:
-    block, x = Block(), leaf(3, 4)
-    y = x * 2
-    for _ in range(5):
-        y = run(block, y)
-    y.sum().backward()
-    return {"x": x, "y": y, "block": block}
+    block = Block()
+    five = lambda x: functools.reduce(lambda y, _: run(block, y), range(5), x)  # noqa: E731
+    return {**step(plain, five, leaf(3, 4)), "block": block}
 
 
 @case("no_grad around the call: the function runs once", has_gradients=False)
@@ -648,31 +641,42 @@ def test_backward_under_no_grad(run: Run) -> Seen:
 
 
 class Fragile(paddle.nn.Layer):
-    """Fails in its second forward, after it has changed everything that it can change."""
+    """Fails in one of its forwards, after it has changed everything that it can change."""
 
-    def __init__(self) -> None:
+    def __init__(self, bad: int = 2) -> None:
         super().__init__()
         self.norm = paddle.nn.BatchNorm1D(4)
-        self.calls = 0
+        self.calls, self.bad = 0, bad
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         self.calls += 1
         y = F.dropout(self.norm(x), 0.5).tanh() * np.random.rand() * random.random()
-        if self.calls == 2:
+        if self.calls == self.bad:
             raise KeyError("no such thing")
         return y
 
 
 @case(
-    "an exception in the second forward arrives as itself",
-    expected={"arrives as": "KeyError('no such thing')"},
+    "an exception in the {which} forward arrives as itself",
+    which=["second", "first"],
+    expected={"arrives as": "KeyError('no such thing')", "streams": "as in the plain call"},
 )
-def test_exception(run: Run) -> Seen:
-    try:
-        run(Fragile(), leaf(6, 4) * 2).sum().backward()
-    except KeyError as error:
-        return {"arrives as": repr(error)}
-    return {"arrives as": "nothing"}
+def test_exception(run: Run, which: str) -> Seen:
+    """Streams: of the first forward, which has drawn."""
+    after = []
+    for call in (plain, run):
+        paddle.seed(6), np.random.seed(6), random.seed(6)
+        block, x = Fragile(2 if which == "second" else 1), leaf(6, 4)
+        arrived = "nothing"
+        try:
+            call(block, x * 2).sum().backward()
+        except KeyError as error:
+            arrived = repr(error)
+        after.append(repr(state_of_the_process()))
+    return {
+        "arrives as": arrived,
+        "streams": "changed" if which == "first" and len({*after}) > 1 else "as in the plain call",
+    }
 
 
 @case(
@@ -705,30 +709,6 @@ def test_state_after_an_exception(run: Run) -> Seen:
     }
 
 
-@case(
-    "an exception in the first forward arrives as itself",
-    expected={"arrives as": "KeyError('first')", "streams": "as in the plain call"},
-)
-def test_exception_in_the_first_forward(run: Run) -> Seen:
-    def fails(x: paddle.Tensor) -> paddle.Tensor:
-        paddle.rand([3])
-        raise KeyError("first")
-
-    after = []
-    for call in (plain, run):
-        paddle.seed(6), np.random.seed(6), random.seed(6)
-        try:
-            call(fails, leaf(3))
-            arrived = "nothing"
-        except KeyError as error:
-            arrived = repr(error)
-        after.append(repr(state_of_the_process()))
-    return {
-        "arrives as": arrived,
-        "streams": "as in the plain call" if after[0] == after[1] else "changed",
-    }
-
-
 @pytest.mark.parametrize("is_inner", [False, True])
 def test_exception_names_the_layer(is_inner: bool) -> None:
     layer = recompute_wrapper(Fragile(), name="encoder.layers.3")
@@ -743,19 +723,17 @@ def test_exception_names_the_layer(is_inner: bool) -> None:
     assert "second forward of Fragile 'encoder.layers.3'" in "\n".join(notes)
 
 
-def test_exception_through_paddle_grad_and_autograd_backward() -> None:
-    for backward in (
-        lambda y, x: paddle.grad(y, [x]),
-        lambda y, x: paddle.autograd.backward([y]),
-    ):
-        x = leaf(6, 4)
-        with pytest.raises(KeyError, match="no such thing"):
-            backward(recompute(Fragile(), x), x)
+BACKWARDS: list[Callable[[paddle.Tensor, paddle.Tensor], Any]] = [
+    lambda y, x: y.sum().backward(),
+    lambda y, x: paddle.grad(y, [x]),
+    lambda y, x: paddle.autograd.backward([y]),
+]
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
-def test_every_kind_of_exception(kind: type[BaseException]) -> None:
-    calls = []
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_every_kind_of_exception(kind: type[BaseException], backward: Any) -> None:
+    calls: list[int] = []
 
     def function(x: paddle.Tensor) -> paddle.Tensor:
         calls.append(1)
@@ -763,9 +741,9 @@ def test_every_kind_of_exception(kind: type[BaseException]) -> None:
             raise kind("stop")
         return x.tanh()
 
-    loss = recompute(function, leaf(3)).sum()
+    x = leaf(3)
     with pytest.raises(kind, match="stop"):
-        loss.backward()
+        backward(recompute(function, x), x)
 
 
 def test_backward_inside_the_function_is_refused() -> None:

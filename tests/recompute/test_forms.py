@@ -12,7 +12,7 @@ from paddle.nn import functional as F
 
 from paddle_recompute import is_recomputing, recompute
 from paddle_recompute.errors import ConfigError
-from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf, plain, step
+from tests.recompute.contract import Run, Seen, case, leaf, plain, step
 
 FORMS = {
     "recompute()(function)": {},
@@ -91,44 +91,6 @@ def test_each_forward_runs_in_its_context() -> None:
     with paddle.no_grad():
         recompute(function, x, context_fn=contexts)
     assert notes == ["made", "first", "run", "end of first"]
-
-
-def test_the_contexts_of_one_call_may_share_what_they_keep() -> None:
-    """As those of torch's selective checkpointing do."""
-
-    class Cache:
-        now: Cache | None = None
-
-        def __init__(self, values: list[paddle.Tensor], is_full: bool) -> None:
-            self.values, self.is_full = values, is_full
-
-        def __enter__(self) -> None:
-            Cache.now = self
-
-        def __exit__(self, *error: object) -> None:
-            Cache.now = None
-
-    def contexts() -> Any:
-        values: list[paddle.Tensor] = []
-        return Cache(values, False), Cache(values, True)
-
-    def noise(x: paddle.Tensor) -> paddle.Tensor:
-        if Cache.now is None:
-            return paddle.rand(x.shape)
-        if not Cache.now.is_full:
-            Cache.now.values.append(paddle.rand(x.shape))
-        return Cache.now.values.pop(0) if Cache.now.is_full else Cache.now.values[-1]
-
-    def outcome(run: Run) -> Seen:
-        options: Any = {} if run is plain else {"context_fn": contexts, "preserve_rng_state": False}
-        x = leaf(3)
-        y = x * 2
-        for _ in range(2):
-            y = run(lambda x: (x * noise(x)).tanh(), y, **options)
-        y.sum().backward()
-        return {"x": x}
-
-    assert_as_plain(outcome)
 
 
 def test_nested_calls_have_contexts_of_their_own() -> None:

@@ -20,6 +20,8 @@ from paddle_recompute.captured_state.captured_state import CapturedState
 from tests.recompute.contract import Run, Seen, Using, assert_as_plain, clean_streams, leaf, plain
 
 linear = paddle.nn.functional.linear
+Linear = paddle.nn.Linear
+Patch = pytest.MonkeyPatch
 
 
 def noisy(x: Tensor) -> Tensor:
@@ -47,12 +49,10 @@ def check(block: Callable[[Tensor], Tensor]) -> None:
     [
         lambda: paddle.nn.Sequential(paddle.nn.BatchNorm1D(2), paddle.nn.Dropout(0.5)),
         lambda: paddle.nn.TransformerEncoderLayer(4, 2, 8),
-        lambda: paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.GELU()),
+        lambda: paddle.nn.Sequential(Linear(4, 4), paddle.nn.GELU()),
     ],
 )
-def test_they_are_not_read_for_layers_of_paddle(
-    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_not_read_for_layers_of_paddle(make: Any, monkeypatch: Patch) -> None:
     block, x = make(), leaf(2, 2, 4)
     reads: list[None] = []
     monkeypatch.setattr(np.random, "get_state", lambda *_: reads.append(None))
@@ -75,23 +75,6 @@ def by_an_argument(x: Tensor, draw: Any = np.random.rand) -> Tensor:
     return x * paddle.full([4], draw())
 
 
-TOOLS = types.SimpleNamespace(draw=np.random.rand)
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "a global": noisy,
-    "functions of NumPy": lambda x: x * paddle.full([4], drawn_from_numpy() * drawn_from_python()),
-    "an object": lambda x: x * paddle.full([4], TOOLS.draw()),
-    "a closure": (lambda draw: lambda x: x * paddle.full([4], draw()))(np.random.rand),
-    "an import": by_an_import,
-    "getattr": by_getattr,
-    "an argument": by_an_argument,
-}
-
-
-@pytest.mark.parametrize("way", FUNCTIONS)
-def test_functions_that_draw_from_them(way: str) -> None:
-    check(FUNCTIONS[way])
-
-
 class WithMembers(paddle.nn.Layer):
     """Members that draw, whose code can be read or not."""
 
@@ -109,18 +92,32 @@ class WithMembers(paddle.nn.Layer):
         return noisy(x)
 
 
-MEMBERS: dict[str, Callable[[WithMembers, Tensor], Tensor]] = {
-    "a property": lambda layer, x: x * layer.noise,
-    "another method": lambda layer, x: layer.noisy(x),
-    "a special method": lambda layer, x: layer + x,
-    "a function of NumPy": lambda layer, x: x * float(layer.drawn()),
-    "a partial": lambda layer, x: x * float(layer.also_drawn()),
+def member(use: Callable[[Any, Tensor], Tensor]) -> paddle.nn.Layer:
+    return Using(WithMembers(), use)
+
+
+TOOLS = types.SimpleNamespace(draw=np.random.rand)
+FUNCTIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "a global": lambda: noisy,
+    "functions of NumPy": lambda: (
+        lambda x: x * paddle.full([4], drawn_from_numpy() * drawn_from_python())
+    ),
+    "an object": lambda: lambda x: x * paddle.full([4], TOOLS.draw()),
+    "a closure": lambda: (lambda draw: lambda x: x * paddle.full([4], draw()))(np.random.rand),
+    "an import": lambda: by_an_import,
+    "getattr": lambda: by_getattr,
+    "an argument": lambda: by_an_argument,
+    "a property": lambda: member(lambda layer, x: x * layer.noise),
+    "another method": lambda: member(lambda layer, x: layer.noisy(x)),
+    "a special method": lambda: member(lambda layer, x: layer + x),
+    "a member that is NumPy's": lambda: member(lambda layer, x: x * float(layer.drawn())),
+    "a partial": lambda: member(lambda layer, x: x * float(layer.also_drawn())),
 }
 
 
-@pytest.mark.parametrize("way", MEMBERS)
-def test_members_of_a_layer_that_draw_from_them(way: str) -> None:
-    check(Using(WithMembers(), MEMBERS[way]))
+@pytest.mark.parametrize("way", FUNCTIONS)
+def test_functions_that_draw_from_them(way: str) -> None:
+    check(FUNCTIONS[way]())
 
 
 class Activated(paddle.nn.Layer):
@@ -130,25 +127,6 @@ class Activated(paddle.nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh() if self.activation is None else self.activation(x)
-
-
-def through_a_constant_that_becomes_a_method(monkeypatch: pytest.MonkeyPatch) -> Any:
-    recompute(Activated(), leaf(3, 4)).sum().backward()
-    monkeypatch.setattr(Activated, "activation", lambda self, x: noisy(x))
-    return Activated()
-
-
-def through_a_function_that_appears_in_paddle(monkeypatch: pytest.MonkeyPatch) -> Any:
-    functional = paddle.nn.functional
-
-    def block(x: Tensor) -> Tensor:
-        return functional.first(x) if hasattr(functional, "first") else functional.second(x)
-
-    monkeypatch.setattr(functional, "first", lambda x: x.tanh(), raising=False)
-    recompute(block, leaf(3, 4)).sum().backward()
-    monkeypatch.delattr(functional, "first")
-    monkeypatch.setattr(functional, "second", noisy, raising=False)
-    return block
 
 
 class Base(paddle.nn.Layer):
@@ -161,74 +139,82 @@ class Derived(Base):
         return super().forward(x) * 2
 
 
-FORWARDS: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[Any, Any]]]] = {
-    "of a class of Paddle": (
-        lambda: paddle.nn.Linear(4, 4),
-        lambda block: (type(block), lambda self, x: noisy(x) + self.bias),
-    ),
-    "of one Layer": (
-        lambda: paddle.nn.Linear(4, 4),
-        lambda block: (block, lambda x: noisy(x) + block.bias),
-    ),
-    "of a base": (Derived, lambda block: (Base, lambda self, x: noisy(x))),
-}
-"""A block, and which forward is replaced by what, once all that is known of its class is found."""
+class Functional(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([4, 4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        functional = paddle.nn.functional
+        if hasattr(functional, "first"):
+            return functional.first(x)
+        return functional.linear(x, self.weight)
 
 
-@pytest.mark.parametrize("what", FORWARDS)
-def test_a_forward_that_is_replaced(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, replacement = FORWARDS[what]
+def disappears(block: Any, patch: Patch) -> None:
+    """The function that was called first is no longer there, another one is replaced."""
+    patch.delattr(paddle.nn.functional, "first")
+    patch.setattr(paddle.nn.functional, "linear", lambda x, w: linear(noisy(x), w))
+
+
+def hides(block: Any, patch: Patch) -> None:
+    """A Layer that no search finds: the search does not look into tensors."""
+    block.weight.hidden = Using(block, lambda _, x: noisy(x))
+    block.forward = lambda x: block.weight.hidden(x)
+
+
+REPLACED: dict[str, tuple[Callable[[], Any], Callable[[Any, Patch], None]]] = {
+    "the forward of a class of Paddle": (
+        lambda: Linear(4, 4),
+        lambda block, patch: patch.setattr(Linear, "forward", lambda self, x: noisy(x) + self.bias),
+    ),
+    "the forward of one Layer": (
+        lambda: Linear(4, 4),
+        lambda block, patch: patch.setattr(block, "forward", lambda x: noisy(x) + block.bias),
+    ),
+    "the forward of a base": (
+        Derived, lambda block, patch: patch.setattr(Base, "forward", lambda self, x: noisy(x)),
+    ),
+    "a constant that becomes a method": (
+        Activated,
+        lambda block, patch: patch.setattr(Activated, "activation", lambda self, x: noisy(x)),
+    ),
+    "a function of Paddle": (
+        Functional,
+        lambda block, patch: patch.setattr(
+            paddle.nn.functional, "linear", lambda x, w: linear(noisy(x), w)
+        ),
+    ),
+    "a function of Paddle that disappears": (Functional, disappears),
+    "a method of tensors": (
+        lambda: Using(Base(), lambda _, x: x.noisy() if hasattr(x, "noisy") else x),
+        lambda block, patch: patch.setattr(paddle.Tensor, "noisy", noisy, raising=False),
+    ),
+    "a hook": (
+        lambda: Linear(4, 4),
+        lambda block, patch: block.register_forward_post_hook(lambda layer, x, y: noisy(y)),
+    ),
+    "a Layer that no search finds": (lambda: Linear(4, 4), hides),
+}  # fmt: skip
+"""A block, and what begins to draw once all that is known of its class is found."""
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_begins_to_draw(what: str, monkeypatch: Patch) -> None:
+    make, replace = REPLACED[what]
+    if "disappears" in what:
+        monkeypatch.setattr(paddle.nn.functional, "first", lambda x: x.tanh(), raising=False)
     block = make()
     recompute(block, leaf(3, 4)).sum().backward()
-    owner, forward = replacement(block)
-    monkeypatch.setattr(owner, "forward", forward)
+    replace(block, monkeypatch)
     check(block)
-
-
-def through_a_function_of_paddle(monkeypatch: pytest.MonkeyPatch) -> Any:
-    block = paddle.nn.Linear(4, 4)
-    recompute(block, leaf(3, 4)).sum().backward()
-    monkeypatch.setattr(paddle.nn.functional, "linear", lambda x, w: linear(noisy(x), w))
-    return lambda x: paddle.nn.functional.linear(x, block.weight) + block.bias
-
-
-def through_a_method_of_tensors(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(paddle.Tensor, "noisy", noisy, raising=False)
-    return lambda x: x.noisy()
-
-
-def through_a_hook(monkeypatch: pytest.MonkeyPatch) -> Any:
-    block = paddle.nn.Linear(4, 4)
-    block.register_forward_post_hook(lambda layer, x, y: noisy(y))
-    return block
-
-
-def through_a_layer_that_no_search_finds(monkeypatch: pytest.MonkeyPatch) -> Any:
-    class Hidden(paddle.nn.Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            return noisy(x)
-
-    block = paddle.nn.Linear(4, 4)
-    block.weight.hidden = Hidden()  # the search does not look into tensors
-    parameter = block.weight
-    return lambda x: parameter.hidden(x)
-
-
-WAYS = [value for name, value in dict(globals()).items() if name.startswith("through_")]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=[way.__name__[8:] for way in WAYS])
-def test_what_draws_from_them_draws_the_same_again(
-    way: Callable[[pytest.MonkeyPatch], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check(way(monkeypatch))
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_a_layer_of_paddle_whose_function_was_replaced(
-    is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
+    is_wrapped: bool, monkeypatch: Patch
 ) -> None:
-    block = paddle.nn.Linear(4, 4)
+    block = Linear(4, 4)
     assert not CapturedState(block, ()).may_draw
     wraps = functools.wraps(linear) if is_wrapped else lambda function: function
     drawing = wraps(lambda x, **named: linear(noisy(x), **named))

@@ -80,34 +80,62 @@ def test_after_a_step_everything_is_gone(way: Way, has_backward: bool) -> None:
     assert _memory.current_bytes() == before
 
 
-@pytest.mark.parametrize("retain_graph", [False, True])
-def test_what_was_recomputed_for_an_output_goes_with_it(retain_graph: bool) -> None:
-    held = []
-    for run in (plain, recompute):
-        x = input_tensor()
-        before = _memory.current_bytes()
-        y, z = run(lambda h: (h.exp().exp(), h.tanh().tanh().tanh()), x)
-        y.sum().backward(retain_graph=retain_graph)
-        del z
-        if retain_graph:
-            y.sum().backward()
-        held.append(_memory.current_bytes() - before)
-        del y
-    assert held[1] <= held[0]
+def held_after_a_backward(run: Run, function: Any, retain_graph: bool = False) -> int:
+    """The bytes that a call keeps for its first output, when its backward is over."""
+    x = input_tensor()
+    before = _memory.current_bytes()
+    y = run(function, x * 2)
+    first, *others = y if isinstance(y, tuple) else (y,)
+    first.sum().backward(retain_graph=retain_graph)
+    del y, others
+    if retain_graph:
+        first.sum().backward()
+    for one in function.parameters() if isinstance(function, paddle.nn.Layer) else ():
+        one.clear_gradient(False)
+    return _memory.current_bytes() - before
+
+
+def entropy(h: paddle.Tensor) -> paddle.Tensor:
+    p = paddle.nn.functional.softmax(h)
+    return -(p * p.log()).sum()
+
+
+def logging(log: Callable[[paddle.Tensor], Any]) -> Callable[[paddle.Tensor], Any]:
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        h = x.tanh().exp()
+        log(h)
+        return h
+
+    return function
+
+
+LOGGED: dict[str, Callable[[paddle.Tensor], Any]] = {
+    "max": lambda h: float(h.abs().max()),
+    "std": lambda h: float(h.std()),
+    "entropy": lambda h: float(entropy(h)),
+    "dropped": lambda h: h.exp(),
+    "einsum": lambda h: float(paddle.einsum("ij,ij->", h, h)),
+}
+HELD: dict[str, Any] = {
+    "two outputs": lambda h: (h.exp().exp(), h.tanh().tanh().tanh()),
+    "a PyLayer": lambda x: OneByOne.apply(x.exp(), x.tanh()),
+    **{f"logs {name}": logging(log) for name, log in LOGGED.items() if name != "einsum"},
+}
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_after_a_backward_nothing_is_kept_for_an_output(what: str) -> None:
+    for retain_graph in (False, True) if what == "two outputs" else (False,):
+        plainly, ours = (
+            held_after_a_backward(run, HELD[what], retain_graph) for run in (plain, recompute)
+        )
+        assert ours <= plainly
 
 
 @all_ways
 def test_after_a_backward_nothing_is_kept_for_the_output(way: Way) -> None:
-    held = []
-    for run in (plain, way):
-        layer, x = block(), input_tensor()
-        before = _memory.current_bytes()
-        y = run(layer, x * 2)
-        y.sum().backward()
-        held.append(_memory.current_bytes() - before)
-        assert y.shape == [BATCH, WIDTH]
-        del layer, x, y
-    assert held[1] <= held[0]
+    plainly, ours = (held_after_a_backward(run, block()) for run in (plain, way))
+    assert ours <= plainly
 
 
 def test_between_forward_and_backward_only_the_input_and_the_output_are_there() -> None:
@@ -230,115 +258,87 @@ def test_forwards_without_a_backward_do_not_add_up(stored: str) -> None:
 # ---------------------------------------------------------------- what the loss does not depend on
 
 
-def tickets_left() -> int:
+def handles_left() -> int:
     """The saved-tensor handles in this process, which the garbage collector would not find."""
     return sum(isinstance(one, SavedHandle) for one in gc.get_objects())
 
 
-def entropy(h: paddle.Tensor) -> paddle.Tensor:
-    p = paddle.nn.functional.softmax(h)
-    return -(p * p.log()).sum()
+def second_order(y: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
+    (gradient,) = paddle.grad(y.square().sum(), [x], create_graph=True)
+    return gradient.square().sum()
 
 
-LOGGED: dict[str, Callable[[paddle.Tensor], Any]] = {
-    "max": lambda h: float(h.abs().max()),
-    "std": lambda h: float(h.std()),
-    "entropy": lambda h: float(entropy(h)),
-    "dropped": lambda h: h.exp(),
-    "einsum": lambda h: float(paddle.einsum("ij,ij->", h, h)),
-}
-
-
-@pytest.mark.parametrize("log", LOGGED.values(), ids=list(LOGGED))
-def test_what_a_block_logs_with_gradient_goes(log: Callable[[paddle.Tensor], Any]) -> None:
-    layer, in_use = block(), []
-    before = tickets_left()
-
-    def function(x: paddle.Tensor) -> paddle.Tensor:
-        h = layer(x)
-        log(h)
-        return h
-
-    for _ in range(4):
-        recompute(function, input_tensor() * 2).square().mean().backward()
-        layer.clear_gradients()
-        in_use.append(_memory.current_bytes())
-    assert len(set(in_use)) == 1
-    # Paddle 2.6 keeps those of lists, which hold nothing any more.
-    assert (IS_26 and log is LOGGED["einsum"]) or tickets_left() == before
-
-
-@pytest.mark.parametrize("log", list(LOGGED.values())[:-1], ids=list(LOGGED)[:-1])
-def test_what_a_block_logs_is_not_kept_for_an_output_that_stays(
-    log: Callable[[paddle.Tensor], Any],
-) -> None:
-    held = []
-    layer = block()
-    for run in (plain, recompute):
-
-        def function(x: paddle.Tensor) -> paddle.Tensor:
-            h = layer(x)
-            log(h)
-            return h
-
-        x = input_tensor()
-        before = _memory.current_bytes()
-        y = run(function, x * 2)
-        y.square().mean().backward()
-        layer.clear_gradients()
-        held.append(_memory.current_bytes() - before)
-        del y
-    assert held[1] <= held[0]
-
-
-def asked_by_grad(y: paddle.Tensor, x: paddle.Tensor) -> None:
-    paddle.grad(y.sum(), [x])
-
-
-def asked_by_grad_twice(y: paddle.Tensor, x: paddle.Tensor) -> None:
+def first_and_backward(y: paddle.Tensor, x: paddle.Tensor) -> None:
     loss = y.square().sum()
     paddle.grad(loss, [x], retain_graph=True)
     loss.backward()
 
 
-def asked_by_create_graph(y: paddle.Tensor, x: paddle.Tensor) -> None:
-    (gradient,) = paddle.grad(y.square().sum(), [x], create_graph=True)
-    gradient.square().sum().backward()
-
-
-def asked_by_create_graph_alone(y: paddle.Tensor, x: paddle.Tensor) -> None:
-    paddle.grad(y.square().sum(), [x], create_graph=True)
-
-
-def asked_inside(y: paddle.Tensor, x: paddle.Tensor) -> None:
+def grad_after_the_call(y: paddle.Tensor, x: paddle.Tensor) -> None:
     h = y * 1
     paddle.grad(h.square().sum(), [h])
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        asked_by_grad,
-        asked_by_grad_twice,
-        asked_by_create_graph,
-        asked_by_create_graph_alone,
-        asked_inside,
-    ],
-)
-def test_paddle_grad_leaves_no_ticket(ask: Callable[[paddle.Tensor, paddle.Tensor], None]) -> None:
-    linear, in_use = paddle.nn.Linear(WIDTH, WIDTH), []
-    before = tickets_left()
+Ask = Callable[[paddle.Tensor, paddle.Tensor], Any]
+ASKS: dict[str, Ask] = {
+    "backward": lambda y, x: y.sum().backward(),
+    "no backward": lambda y, x: None,
+    "grad": lambda y, x: paddle.grad(y.sum(), [x]),
+    "grad, then backward": first_and_backward,
+    "a second derivative": lambda y, x: second_order(y, x).backward(),
+    "create_graph alone": second_order,
+    "grad of what follows": grad_after_the_call,
+}
+Made = Callable[[], tuple[Any, paddle.nn.Layer]]
+
+
+def recurrent(kind: type) -> Made:
+    def make() -> tuple[Any, paddle.nn.Layer]:
+        layer = kind(16, 16, num_layers=2)
+        return (lambda x: layer(x.reshape([4, -1, 16]))[0]), layer
+
+    return make
+
+
+def with_linear(function: Any) -> Made:
+    def make() -> tuple[Any, paddle.nn.Layer]:
+        linear = paddle.nn.Linear(WIDTH, WIDTH)
+        return (lambda x: function(linear(x))), linear
+
+    return make
+
+
+CALLS: dict[str, tuple[Made, Ask]] = {
+    **{
+        f"logs {name}": (with_linear(logging(log)), ASKS["backward"])
+        for name, log in LOGGED.items()
+    },
+    **{name: (with_linear(paddle.tanh), ask) for name, ask in ASKS.items()},
+    **{
+        f"{kind.__name__}, {ask}": (recurrent(kind), ASKS[ask])
+        for kind in (paddle.nn.LSTM, paddle.nn.GRU)
+        for ask in ("backward", "no backward")
+    },
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_steps_leave_no_handle_and_do_not_add_up(what: str) -> None:
+    make, ask = CALLS[what]
+    (function, layer), in_use = make(), []
+    before = handles_left()
     for _ in range(4):
         x = input_tensor()
-        ask(recompute(lambda x: linear(x).tanh(), x * 2), x)
-        linear.clear_gradients()
+        ask(recompute(function, x * 2), x)
+        layer.clear_gradients()
         del x
         in_use.append(_memory.current_bytes())
-    assert len(set(in_use)) == 1
-    assert tickets_left() == before
+    assert len(set(in_use[1:])) == 1
+    # Paddle 2.6 keeps those of lists, which hold nothing any more.
+    assert (IS_26 and ("einsum" in what or "," in what)) or handles_left() == before
 
 
-def test_an_error_that_holds_tickets_is_no_copy_of_them() -> None:
+def test_an_error_that_holds_handles_is_no_copy_of_them() -> None:
     """Otherwise its references would be dropped twice, and the collector would end the process."""
     errors = []
 
@@ -357,23 +357,6 @@ def test_an_error_that_holds_tickets_is_no_copy_of_them() -> None:
     assert len(errors) >= 3
     errors.clear()
     gc.collect()
-
-
-@pytest.mark.parametrize("has_backward", [True, False])
-@pytest.mark.parametrize("kind", [paddle.nn.LSTM, paddle.nn.GRU])
-def test_what_an_operator_saves_in_lists_goes(kind: type, has_backward: bool) -> None:
-    layer, in_use = kind(16, 16, num_layers=2), []
-    before = tickets_left()
-    for _ in range(3):
-        y = recompute(lambda x: layer(x)[0], leaf(2, 4, 16) * 2)
-        if has_backward:
-            y.sum().backward()
-            layer.clear_gradients()
-        del y
-        in_use.append(_memory.current_bytes())
-    assert len(set(in_use[1:])) == 1
-    # Paddle 2.6 keeps those of lists, which hold nothing any more.
-    assert IS_26 or tickets_left() == before
 
 
 def test_what_was_saved_under_the_hooks_of_another_thread_stays() -> None:
@@ -478,18 +461,6 @@ def test_what_only_a_freed_output_needs_is_not_kept_in_the_backward() -> None:
     before = _memory.current_bytes()
     used.sum().backward()
     assert len(levels) == 1 and levels[0] - before <= 8 * ACTIVATION
-
-
-def test_what_a_py_layer_got_is_gone_after_the_backward() -> None:
-    held = []
-    for run in (plain, recompute):
-        x = input_tensor()
-        before = _memory.current_bytes()
-        y = run(lambda x: OneByOne.apply(x.exp(), x.tanh()), x)
-        y.sum().backward()
-        held.append(_memory.current_bytes() - before)
-        del y
-    assert held[1] <= held[0]
 
 
 def test_what_a_py_layer_got_is_gone_when_the_next_function_runs_again() -> None:

@@ -6,11 +6,10 @@ import collections
 import dataclasses
 from typing import Any
 
-import numpy as np
 import paddle
 
-from paddle_recompute import RecomputeConfig, apply_recompute, recompute
-from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf, loss_of, step
+from paddle_recompute import recompute
+from tests.recompute.contract import Run, Seen, case, leaf, loss_of, step
 from tests.recompute.test_inputs import Mix
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -84,9 +83,8 @@ def test_passed_through(run: Run, what: str) -> Seen:
 @case("a parameter returned")
 def test_parameter(run: Run) -> Seen:
     block = Mix(lambda linear, x: (linear(x).tanh(), linear.weight))
-    y, weight = run(block, leaf(3, 4))
-    (y.sum() + weight.square().sum()).backward()
-    return {"y": y, "block": block, "is it the same object": weight is block.linear.weight}
+    found = step(run, block, leaf(3, 4))
+    return {**found, "is it the same object": found["outputs"][1] is block.linear.weight}
 
 
 @case("the inputs' container returned")
@@ -105,45 +103,42 @@ class TwoBranches(paddle.nn.Layer):
         self.unused = paddle.nn.Linear(4, 4)
 
     def forward(self, x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        return self.used(x).tanh(), self.unused(x).tanh()
+        return self.half(x), self.unused(x).tanh()
+
+    def half(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.used(x).tanh()
 
 
-@case("an output that the loss does not use")
-def test_unused_output(run: Run) -> Seen:
+UNUSED: dict[str, Any] = {
+    "an output that the loss does not use": lambda run, block, x: run(block, x * 2)[0],
+    "a parameter that the function does not use": lambda run, block, x: run(block.half, x * 2),
+    "no output that the loss uses": lambda run, block, x: (run(block, x * 2), x)[1],
+}
+
+
+@case("{what}", what=list(UNUSED))
+def test_unused(run: Run, what: str) -> Seen:
     block, x = TwoBranches(), leaf(3, 4)
-    used, _ = run(block, x * 2)
-    used.square().sum().backward()
-    return {"used": used, "block": block, "x": x}
+    y = UNUSED[what](run, block, x)
+    y.square().sum().backward()
+    return {"y": y, "block": block, "x": x}
 
 
-@case("a parameter that the function does not use")
-def test_unused_parameter(run: Run) -> Seen:
-    block = TwoBranches()
-    block.forward = lambda x: block.used(x).tanh()
-    return step(run, block, leaf(3, 4))
+AS_TARGET: dict[str, Any] = {
+    "only integers returned": (lambda y: y.argmax(0), lambda x, best: x[best] ** 2),
+    "only tensors without gradient returned": (
+        lambda y: y.tanh().detach(),
+        lambda x, target: (x - target) ** 2,
+    ),
+}
 
 
-@case("no output that the loss uses", has_gradients=False)
-def test_no_output_used(run: Run) -> Seen:
-    block, x = TwoBranches(), leaf(3, 4)
-    run(block, x * 2)
-    x.square().sum().backward()
-    return {"block": block}
-
-
-@case("only integers returned")
-def test_only_integers(run: Run) -> Seen:
+@case("{what}", what=list(AS_TARGET))
+def test_without_gradient(run: Run, what: str) -> Seen:
     block, x = paddle.nn.Linear(4, 4), leaf(3, 4)
-    best = run(lambda x: block(x).argmax(0), x * 2)
-    (x[best] ** 2).sum().backward()
-    return {"best": best, "x": x, "block": block}
-
-
-@case("only tensors without gradient returned")
-def test_only_detached(run: Run) -> Seen:
-    block, x = paddle.nn.Linear(4, 4), leaf(3, 4)
-    target = run(lambda x: block(x).tanh().detach(), x * 2)
-    ((x - target) ** 2).sum().backward()
+    target_of, losses = AS_TARGET[what]
+    target = run(lambda x: target_of(block(x)), x * 2)
+    losses(x, target).sum().backward()
     return {"target": target, "x": x, "block": block}
 
 
@@ -191,44 +186,3 @@ def test_containers_are_the_functions_own() -> None:
         return made[-1]
 
     assert recompute(function, leaf(3, 4)) is made[0]
-
-
-class Passing(paddle.nn.Layer):
-    """Cheap, so it gives up its outputs; one of them is its argument."""
-
-    def forward(self, x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        return x.exp(), x
-
-
-class PassedOn(paddle.nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Passing(), paddle.nn.LayerNorm(4)
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        y, x = self.first(x)
-        return (self.second(x) * y).tanh()
-
-
-def test_an_argument_that_a_cheap_part_returns_may_come_again() -> None:
-
-    def outcome(enable: bool) -> Seen:
-        model, x = PassedOn(), leaf(3, 4)
-        apply_recompute(model, RecomputeConfig(enable=enable, checkpoints=["first", "second"]))
-        for _ in range(3):
-            model(x).sum().backward()
-        return {"x": x, "model": model}
-
-    assert_as_plain(outcome, True, False)
-
-
-def test_an_output_that_a_cheap_part_has_given_up_serves_after_its_backward() -> None:
-    gelu, x, weight = paddle.nn.GELU(), leaf(3, 4), leaf(3, 4)
-    model = paddle.nn.Sequential(gelu)
-    apply_recompute(model, RecomputeConfig(checkpoints=["0"]))
-    y = model(x * 2)
-    y.sum().backward()
-    kept = recompute(lambda y: (y * weight).tanh(), y.detach())
-    kept.sum().backward()
-    want = y * (1 - (y * weight).tanh().square())
-    assert np.allclose(weight.grad.numpy(), want.numpy(), atol=1e-6)

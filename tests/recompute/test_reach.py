@@ -37,132 +37,37 @@ def backward(y: Tensor, x: Tensor, *layers: Any) -> Seen:
 
 # ---------------------------------------------------------------------------------- rebound names
 
-BLOCKS: dict[str, Callable[[Run, list[Any], Tensor], Tensor]] = {}
+LOOPS = [
+    "a lambda that reads the loop's variable", "a lambda that reads the loop's index",
+    "a closure of a closure", "a function defined once", "a partial of such a function",
+    "a parameter of the loop's variable", "a captured activation",
+]  # fmt: skip
 
 
-def loop(name: str) -> Callable[[Any], Any]:
-    def register(function: Any) -> Any:
-        BLOCKS[name] = function
-        return function
+@case("blocks in a loop, reached by {how}", how=LOOPS)
+def test_blocks_in_a_loop(run: Run, how: str) -> Seen:
+    blocks, x = [linear() for _ in range(3)], leaf(3, 4)
 
-    return register
-
-
-@loop("a lambda that reads the loop's variable")
-def _(run: Run, blocks: list[Any], h: Tensor) -> Tensor:
-    for b in blocks:
-        h = run(lambda h: b(h), h)  # noqa: B023
-    return h
-
-
-@loop("a lambda that reads the loop's index")
-def _(run: Run, blocks: list[Any], h: Tensor) -> Tensor:
-    for i in range(len(blocks)):
-        h = run(lambda h: blocks[i](h), h)  # noqa: B023
-    return h
-
-
-@loop("a closure of a closure")
-def _(run: Run, blocks: list[Any], h: Tensor) -> Tensor:
-    for b in blocks:
-
-        def inner(h: Tensor) -> Tensor:
-            return b(h)  # noqa: B023
-
-        h = run(lambda h: inner(h).tanh(), h)
-    return h
-
-
-@loop("a function defined once")
-def _(run: Run, blocks: list[Any], h: Tensor) -> Tensor:
-    def inner(h: Tensor) -> Tensor:
-        return b(h)
-
-    for b in blocks:  # noqa: B007
-        h = run(inner, h)
-    return h
-
-
-@loop("a partial of such a function")
-def _(run: Run, blocks: list[Any], h: Tensor) -> Tensor:
-    def inner(scale: float, h: Tensor) -> Tensor:
+    def once(h: Tensor, scale: float = 1.0) -> Tensor:
         return b(h) * scale
 
-    for b in blocks:  # noqa: B007
-        h = run(functools.partial(inner, 0.5), h)
-    return h
-
-
-@loop("a parameter of the loop's variable")
-def _(run: Run, blocks: list[Any], h: Tensor) -> Tensor:
-    for b in blocks:
-        weight = b[0].weight
-        h = run(lambda h: (h @ weight).tanh(), h)  # noqa: B023
-    return h
-
-
-@loop("a captured activation")
-def _(run: Run, blocks: list[Any], h: Tensor) -> Tensor:
-    for b in blocks:
-        h = run(lambda x: b(h) + x, h * 2)  # noqa: B023
-    return h
+    h = x * 2
+    for i, b in enumerate(blocks):
+        weight, activation = b[0].weight, h
+        functions: list[Any] = [
+            lambda h: b(h),  # noqa: B023
+            lambda h: blocks[i](h),  # noqa: B023
+            lambda h: once(h).tanh(),
+            once,
+            functools.partial(once, scale=0.5),
+            lambda h: (h @ weight).tanh(),  # noqa: B023
+            lambda h: b(activation) + h,  # noqa: B023
+        ]
+        h = run(functions[LOOPS.index(how)], h * 2)
+    return backward(h, x, *blocks)
 
 
 global_block: Any = None
-
-
-@case("blocks in a loop, reached by {how}", how=list(BLOCKS))
-def test_blocks_in_a_loop(run: Run, how: str) -> Seen:
-    blocks, x = [linear() for _ in range(3)], leaf(3, 4)
-    return backward(BLOCKS[how](run, blocks, x * 2), x, *blocks)
-
-
-@case(
-    "a sublayer that is {change} between forward and backward",
-    change=["replaced", "appended", "removed"],
-)
-def test_sublayer(run: Run, change: str) -> Seen:
-    net, x = paddle.nn.LayerList([paddle.nn.Linear(4, 4), paddle.nn.Tanh()]), leaf(3, 4)
-    first = net[0]
-
-    def block(h: Tensor) -> Tensor:
-        for layer in net:
-            h = layer(h)
-        return h
-
-    y = run(block, x * 2)
-    if change == "appended":
-        net.append(paddle.nn.Linear(4, 4))
-    elif change == "removed":
-        del net[1]
-    else:
-        net[0] = paddle.nn.Linear(4, 4)
-    return backward(y, x, first, net)
-
-
-@case("a parameter that is replaced between forward and backward")
-def test_parameter(run: Run) -> Seen:
-    net, x = linear(), leaf(3, 4)
-    weight = net[0].weight
-    y = run(net, x * 2)
-    net[0].weight = paddle.create_parameter([4, 4], "float32")
-    return {**backward(y, x, net), "weight": weight}
-
-
-@case("a number in a Layer that is changed between forward and backward")
-def test_number(run: Run) -> Seen:
-    class Scaled(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.scale = paddle.nn.Linear(4, 4), 2.0
-
-        def forward(self, h: Tensor) -> Tensor:
-            return (self.linear(h) * self.scale).tanh()
-
-    net, x = Scaled(), leaf(3, 4)
-    y = run(net, x * 2)
-    net.scale = 3.0
-    return {**backward(y, x, net), "scale": net.scale}
 
 
 class Child(paddle.nn.Layer):
@@ -170,8 +75,52 @@ class Child(paddle.nn.Layer):
         super().__init__()
         self.linear, self.scale = paddle.nn.Linear(4, 4), 2.0
 
-    def project(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor) -> Tensor:
         return (self.linear(h) * self.scale).tanh()
+
+    def project(self, h: Tensor) -> Tensor:
+        return self.forward(h)
+
+
+def doubled(layer: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def another_weight(net: Any) -> None:
+    net[0].weight = paddle.create_parameter([4, 4], "float32")
+
+
+Change = Callable[[Any], object]
+CHANGED: dict[str, tuple[Callable[[Any], Any], Change]] = {
+    "a sublayer that is replaced": (
+        lambda net: lambda h: net[1](net[0](h)),
+        lambda net: net.__setitem__(0, paddle.nn.Linear(4, 4)),
+    ),
+    "a sublayer that is appended": (
+        lambda net: lambda h: functools.reduce(lambda h, layer: layer(h), net, h),
+        lambda net: net.append(paddle.nn.Linear(4, 4)),
+    ),
+    "a sublayer that is removed": (
+        lambda net: lambda h: functools.reduce(lambda h, layer: layer(h), net, h),
+        lambda net: net.__delitem__(1),
+    ),
+    "a parameter that is replaced": (lambda net: lambda h: net[1](net[0](h)), another_weight),
+    "a number in a Layer that is changed": (
+        lambda net: net[2], lambda net: setattr(net[2], "scale", 3.0),
+    ),
+}  # fmt: skip
+"""What a function of a LayerList reads, and what changes it."""
+
+
+@case("{what} between forward and backward", what=list(CHANGED))
+def test_changed(run: Run, what: str) -> Seen:
+    make, change = CHANGED[what]
+    net, x = paddle.nn.LayerList([paddle.nn.Linear(4, 4), paddle.nn.Tanh(), Child()]), leaf(3, 4)
+    before = list(net)
+    y = run(make(net), x * 2)
+    weight = net[0].weight
+    change(net)
+    return {**backward(y, x, *before, net), "weight": weight, "scale": before[2].scale}
 
 
 READERS: dict[str, Callable[[Child, Tensor], Tensor]] = {
@@ -258,13 +207,11 @@ def test_attribute_of_a_function(run: Run) -> Seen:
 @case("a forward hook that is {change} before the backward", change=["removed", "registered"])
 def test_hook(run: Run, change: str) -> Seen:
     net, x = linear(), leaf(3, 4)
-    function: Any = net[0]
-    if change == "registered":
-        y = run(lambda h: net(h).tanh(), x * 2)
-        function.register_forward_post_hook(lambda layer, inputs, output: output * 2)
+    hook = net[0].register_forward_post_hook(doubled) if change == "removed" else None
+    y = run(lambda h: net(h).tanh(), x * 2)
+    if hook is None:
+        net[0].register_forward_post_hook(doubled)
     else:
-        hook = function.register_forward_post_hook(lambda layer, inputs, output: output * 2)
-        y = run(lambda h: net(h).tanh(), x * 2)
         hook.remove()
     return backward(y, x, net)
 
@@ -442,24 +389,47 @@ def test_cache(run: Run, place: str) -> Seen:
     return {**found, "table": table, "is the same": owner.table is table}
 
 
-@case(
-    "a state that goes from call to call, in {place}",
-    place=["a closure", "a Layer", "an object", "slots", "a deque"],
-)
+class Slots:
+    __slots__ = ("state",)
+
+
+class OneSlot:
+    __slots__ = "state"  # a single name, not the names of five slots
+
+
+class PrivateSlot:
+    __slots__ = ("__state",)
+    state = property(lambda self: self.__state, lambda self, value: self.set(value))
+
+    def set(self, value: Any) -> None:
+        self.__state = value
+
+
+class FrozenSlot(Slots):
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("frozen")
+
+
+HOLDERS: dict[str, Callable[[], Any]] = {
+    "a closure": types.SimpleNamespace,  # stands for a variable
+    "a Layer": paddle.nn.Layer,
+    "an object": types.SimpleNamespace,
+    "slots": Slots,
+    "a deque": types.SimpleNamespace,  # which has one
+    "a single slot": OneSlot,
+    "a private slot": PrivateSlot,
+    "a frozen slot": FrozenSlot,
+}
+
+
+@case("a state that goes from call to call, in {place}", place=list(HOLDERS), num_listed=5)
 def test_recurrent_state(run: Run, place: str) -> Seen:
-    class Recurrent(paddle.nn.Layer):
-        def forward(self, h: Tensor) -> Tensor:
-            return step(self, h)
-
-    class Slots:
-        __slots__ = ("state",)
-
-    def step(holder: Any, h: Tensor) -> Tensor:
-        holder.state = (net(h) + holder.state).tanh().detach()
-        return net(h) * holder.state
-
     net, x, state = paddle.nn.Linear(4, 4), leaf(3, 4), paddle.zeros([3, 4])
-    memory = collections.deque([paddle.ones([3, 4])] * 2, maxlen=2)
+    memory, holder = collections.deque([paddle.ones([3, 4])] * 2, maxlen=2), HOLDERS[place]()
+    put = object.__setattr__ if place == "a frozen slot" else setattr
+    put(holder, "state", state)
 
     def in_a_closure(h: Tensor) -> Tensor:
         nonlocal state
@@ -470,14 +440,18 @@ def test_recurrent_state(run: Run, place: str) -> Seen:
         memory.append((net(h) + memory[0]).tanh().detach())
         return net(h) * memory[0]
 
-    holder = {"a Layer": Recurrent, "slots": Slots}.get(place, types.SimpleNamespace)()
-    holder.state = paddle.zeros([3, 4])
-    functions = {"a closure": in_a_closure, "a deque": in_a_deque, "a Layer": holder}
-    function: Any = functions.get(place, lambda h: step(holder, h))
+    def in_a_holder(h: Tensor) -> Tensor:
+        put(holder, "state", (net(h) + holder.state).tanh().detach())
+        return net(h) * holder.state
+
+    function: Any = {"a closure": in_a_closure, "a deque": in_a_deque}.get(place, in_a_holder)
+    if place == "a Layer":
+        holder.forward = in_a_holder
+        function = holder
     y = x * 2
     for _ in range(3):
         y = run(function, y)
-    return backward(y, x, net)
+    return {**backward(y, x, net), "state": [state, holder.state, *memory]}
 
 
 @case("a state of which the user resets {reset} before the backward", reset=["state", "length"])
@@ -519,10 +493,8 @@ class Trainer:
     def __init__(self, m: Any) -> None:
         self.m = m
 
-    def block(self, x: Tensor) -> Tensor:
-        return self.parts().tanh() if x is None else self.m(x).tanh()
-
-    def parts(self) -> Any:
+    @property
+    def net(self) -> Any:
         return self.m
 
 
@@ -531,72 +503,19 @@ class Parts:
     norm: Any
 
 
-@dataclass(frozen=True)
-class Slotted:
-    __slots__ = ("norm",)
-    norm: Any
+class Holding(paddle.nn.Layer):
+    """Has `held`, which is no sublayer, and calls what ``get(held)`` returns."""
 
-
-class InAList(paddle.nn.Layer):
-    def __init__(self, *parts: Any) -> None:
+    def __init__(self, held: Any, get: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.parts = list(parts)
+        self.held, self.get = held, get
 
     def forward(self, x: Tensor) -> Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x.tanh()
+        return self.get(self.held)(x).tanh()
 
 
-class ByProxy(paddle.nn.Layer):
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.norm, self.others = norm, [weakref.proxy(norm)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.others[0](x).tanh()
-
-
-class BehindAnObject(paddle.nn.Layer):
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.holder = types.SimpleNamespace(deep=types.SimpleNamespace(norm=norm))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.holder.deep.norm(x).tanh()
-
-
-def by_getattr(norm: Any) -> Any:
-    trainer = Trainer(norm)
-    return lambda x: getattr(trainer, "".join(["m"]))(x).tanh()
-
-
-def behind_a_property(norm: Any) -> Any:
-    class Owner:
-        def __init__(self) -> None:
-            self._hidden = Trainer(norm)
-
-        @property
-        def net(self) -> Any:
-            return self._hidden.m
-
-    owner = Owner()
-    return lambda x: owner.net(x).tanh()
-
-
-def behind_a_module(norm: Any) -> Any:
-    module = types.ModuleType("a_users_module")
-    module.norm = norm
-    return lambda x: module.norm(x).tanh()
-
-
-def behind_a_slot(norm: Any) -> Any:
-    class Owner:
-        __slots__ = ("norm",)
-
-    owner = Owner()
-    owner.norm = norm
-    return lambda x: owner.norm(x).tanh()
+def behind(holder: Any, get: Callable[[Any], Any]) -> Any:
+    return lambda x: get(holder)(x).tanh()
 
 
 def in_a_hook(norm: Any) -> Any:
@@ -605,28 +524,42 @@ def in_a_hook(norm: Any) -> Any:
     return net
 
 
-def one_deep(norm: Any) -> Any:
+def in_an_object(norm: Any) -> Any:
     self = Trainer(norm)
     return lambda x: self.m(x).tanh()
 
 
-def two_deep(norm: Any) -> Any:
-    self = Trainer(Trainer(Parts(norm)))
-    return lambda x: self.m.m.norm(x).tanh()
+def in_slots(norm: Any) -> Any:
+    slots = Slots()
+    slots.state = norm
+    return behind(slots, lambda one: one.state)
 
 
+NS = types.SimpleNamespace
 DEEP: dict[str, Callable[[Any], Any]] = {
-    "an attribute of an object in the closure": one_deep,
-    "a Python list of a Layer": InAList,
-    "attributes three deep": two_deep,
-    "an object in a Layer": BehindAnObject,
-    "getattr with a computed name": by_getattr,
-    "a property": behind_a_property,
-    "a module of the user's": behind_a_module,
-    "a slot": behind_a_slot,
+    "an attribute of an object in the closure": in_an_object,
+    "a Python list of a Layer": lambda norm: Holding([norm], lambda parts: parts[0]),
+    "attributes three deep": lambda norm: behind(
+        Trainer(Trainer(Parts(norm))), lambda one: one.m.m.norm
+    ),
+    "an object in a Layer": lambda norm: Holding(NS(deep=NS(norm=norm)), lambda one: one.deep.norm),
+    "getattr with a computed name": lambda norm: behind(
+        Trainer(norm), lambda one: getattr(one, "".join(["m"]))
+    ),
+    "a property": lambda norm: behind(NS(hidden=Trainer(norm)), lambda one: one.hidden.net),
+    "a module of the user's": lambda norm: behind(module_of(norm), lambda one: one.norm),
+    "a slot": in_slots,
     "a hook of a Layer": in_a_hook,
-    "a weak proxy beside it": lambda norm: ByProxy(norm),
+    "a weak proxy beside it": lambda norm: Holding(
+        [norm, weakref.proxy(norm)], lambda parts: parts[1]
+    ),
 }
+
+
+def module_of(norm: Any) -> Any:
+    module = types.ModuleType("a_users_module")
+    module.norm = norm
+    return module
 
 
 @case("BatchNorm behind {way}", way=list(DEEP), num_listed=4)
@@ -650,17 +583,10 @@ def test_the_search_ends() -> None:
 # ------------------------------------------------------------------------------ objects with ideas
 
 
-class Strict:
+class NoAttribute:
     """Raises KeyError for an attribute that is not there; `state` is not."""
 
     __slots__ = ("scale", "state")
-
-    def __getattr__(self, name: str) -> Any:
-        raise KeyError(name)
-
-
-class NoAttribute(Strict):
-    __slots__ = ()
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("scale", "state"):
@@ -692,29 +618,12 @@ def gone() -> Any:
     return holder
 
 
-def shown_by_itself() -> Any:
-    holder = types.SimpleNamespace(kept=Wheel())
-    holder.kept.__repr__ = lambda: "a wheel"  # type: ignore[method-assign]
-    holder.state = weakref.proxy(holder.kept)
-    return holder
-
-
-def of_no_module() -> Any:
-    return type("Nameless", (), {"__module__": None})()
-
-
 ODD: dict[str, Callable[[], Any]] = {
-    "raises KeyError for an empty slot": Strict,
     "raises KeyError for all but its slots": NoAttribute,
     "has no truth, length, items, equality, hash or name": Oracle,
     "poses as a Layer": lambda: posing_as(lambda: paddle.nn.Layer),
-    "poses as a tensor": lambda: posing_as(lambda: paddle.Tensor),
-    "poses as a list": lambda: posing_as(lambda: list),
-    "poses as a module": lambda: posing_as(lambda: types.ModuleType),
     "raises KeyError for its class": lambda: posing_as({}.popitem),
     "has a weak proxy of what is gone": gone,
-    "has a weak proxy of what shows itself": shown_by_itself,
-    "has a class of no module": of_no_module,
     "has attributes of its thread": threading.local,
 }
 
@@ -734,45 +643,6 @@ def test_odd_object(run: Run, what: str, place: str) -> Seen:
     y = run(function, x * 2, *[odd] * (place == "given"))
     put(odd, "scale", 3.0)
     return backward(y, x, net)
-
-
-class OneSlot:
-    __slots__ = "state"  # a single name, not the names of five slots
-
-
-class PrivateSlot:
-    __slots__ = ("__state",)
-    state = property(lambda self: self.__state, lambda self, value: self.set(value))
-
-    def set(self, value: Any) -> None:
-        self.__state = value
-
-
-class FrozenSlot:
-    __slots__ = ("state",)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError("frozen")
-
-
-@case(
-    "a state in {kind} that goes from call to call",
-    num_listed=0,
-    kind=[OneSlot, PrivateSlot, FrozenSlot],
-)
-def test_state_in_a_slot(run: Run, kind: type) -> Seen:
-    net, x, holder = paddle.nn.Linear(4, 4), leaf(3, 4), kind()
-    put = object.__setattr__ if kind is FrozenSlot else setattr
-    put(holder, "state", paddle.zeros([3, 4]))
-
-    def function(h: Tensor) -> Tensor:
-        put(holder, "state", (net(h) + holder.state).tanh().detach())
-        return net(h) * holder.state
-
-    y = x * 2
-    for _ in range(3):
-        y = run(function, y)
-    return {**backward(y, x, net), "state": holder.state}
 
 
 # --------------------------------------------------------------------------------------- lifetime

@@ -10,9 +10,7 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute import recompute
-from tests.bits import assert_same_bits
-from tests.recompute.contract import Run, Seen, case, leaf
+from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf
 
 Get = Callable[[], Any]
 Set = Callable[[Any], None]
@@ -26,67 +24,44 @@ class Slotted:
 
 class Plain:
     held: Any
-    number: int
 
 
 held_in_module: Any = None
 
 
 def in_object(holder: Any) -> tuple[Get, Set]:
-    def get() -> Any:
-        return holder.held
-
-    def put(value: Any) -> None:
-        holder.held = value
-
-    return get, put
+    return lambda: holder.held, lambda value: setattr(holder, "held", value)
 
 
 def in_items(items: Any, key: Any) -> tuple[Get, Set]:
-    def get() -> Any:
-        return items[key]
-
-    def put(value: Any) -> None:
-        items[key] = value
-
-    return get, put
+    return lambda: items[key], lambda value: items.__setitem__(key, value)
 
 
 def in_cell() -> tuple[Get, Set]:
     held = None
 
-    def get() -> Any:
-        return held
-
     def put(value: Any) -> None:
         nonlocal held
         held = value
 
-    return get, put
+    return lambda: held, put
 
 
 def in_global() -> tuple[Get, Set]:
-    def get() -> Any:
-        return held_in_module
-
     def put(value: Any) -> None:
         global held_in_module
         held_in_module = value
 
-    return get, put
+    return lambda: held_in_module, put
 
 
 def in_entries(name: str) -> tuple[Get, Set]:
     """An entry of the sublayers or parameters of a Layer, replaced past its ``__setattr__``."""
     layer = paddle.nn.Layer()
-
-    def get() -> Any:
-        return getattr(layer, name).get("held")
-
-    def put(value: Any) -> None:
-        getattr(layer, name)["held"] = value
-
-    return get, put
+    return (
+        lambda: getattr(layer, name).get("held"),
+        lambda value: getattr(layer, name).__setitem__("held", value),
+    )
 
 
 HOLDERS: dict[str, Callable[[], tuple[Get, Set]]] = {
@@ -172,27 +147,6 @@ def test_building(run: Run, place: tuple[str, str], how: str) -> Seen:
 
 
 @case(
-    "a {kind} that the forward rebinds to the next one of a list, counted by the same object",
-    kind=["Layer", "parameter"],
-    num_listed=0,
-)
-def test_turns(run: Run, kind: str) -> Seen:
-    holder, made = Plain(), [make(kind) for _ in range(3)]
-    holder.held, holder.number = made[0], 0
-
-    def function(x: paddle.Tensor) -> paddle.Tensor:
-        y = apply(holder.held, x)
-        holder.number += 1
-        holder.held = made[holder.number % 3]
-        return y * (holder.number + 1)
-
-    x = leaf(2, 4)
-    outputs = [run(function, x * 2) for _ in range(4)]
-    sum(y.sum() for y in outputs).backward()
-    return {"outputs": outputs, "x": x, "made": made, "number": holder.number}
-
-
-@case(
     "a {kind} that the first forward builds in {owner}, with a flag there, tied: {is_tied}",
     kind=["Layer", "parameter"],
     owner=["an object", "a Layer"],
@@ -219,59 +173,42 @@ def test_building_with_a_flag(run: Run, kind: str, owner: str, is_tied: bool) ->
     return {"y": y, "x": x, "old": old, "made": made, "is kept": holder.held is made[0]}
 
 
-class Swapped(paddle.nn.Layer):
-    """Replaces its first Layer, or that one's weight, once; a flag of its own says so."""
-
-    def __init__(self, what: str) -> None:
+class Pair(paddle.nn.Layer):
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second = paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 4)
-        self.what, self.is_done = what, False
-
-    def replace(self) -> None:
-        if self.what == "Layer":
-            self.first = self.second
-        elif self.what == "built Layer":
-            self.first = paddle.nn.Linear(4, 4)
-        else:
-            self.first.weight = self.second.weight
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        if not self.is_done:
-            self.replace()
-            self.is_done = True
-        return self.first(x).tanh() + self.second(x)
 
 
-class Outer(paddle.nn.Layer):
-    """Has the flag of the `Swapped` below it, as an attribute or in a plain object."""
+REPLACE: dict[str, Callable[[Pair], None]] = {
+    "Layer": lambda pair: setattr(pair, "first", pair.second),
+    "built Layer": lambda pair: setattr(pair, "first", paddle.nn.Linear(4, 4)),
+    "parameter": lambda pair: setattr(pair.first, "weight", pair.second.weight),
+}
 
-    def __init__(self, what: str, holder: Any) -> None:
+
+class Swapping(paddle.nn.Layer):
+    """Replaces a member of its pair once; a flag of itself, of the pair or of an object says so."""
+
+    def __init__(self, what: str, flag: str) -> None:
         super().__init__()
-        self.inner, self.object, self.is_done = Swapped(what), holder, False
+        self.pair, self.what, self.flag, self.is_done = Pair(), what, flag, False
+        self.object, self.pair.is_done = types.SimpleNamespace(is_done=False), False
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        holder = self if self.object is None else self.object
+        holder = {"of the pair": self.pair, "of an object": self.object}.get(self.flag, self)
         if not holder.is_done:
-            self.inner.replace()
+            REPLACE[self.what](self.pair)
             holder.is_done = True
-        return self.inner.first(x).tanh() + self.inner.second(x)
+        return self.pair.first(x).tanh() + self.pair.second(x)
 
 
-@pytest.mark.parametrize("what", ["Layer", "built Layer", "parameter"])
-@pytest.mark.parametrize("flag", ["its own", "of an outer Layer", "of an object"])
+@pytest.mark.parametrize("what", REPLACE)
+@pytest.mark.parametrize("flag", ["its own", "of the pair", "of an object"])
 def test_a_flag_says_that_a_member_is_replaced(what: str, flag: str) -> None:
-    found = []
-    for is_recomputed in (False, True):
-        paddle.seed(3)
-        holder = types.SimpleNamespace(is_done=False) if flag == "of an object" else None
-        model = Swapped(what) if flag == "its own" else Outer(what, holder)
-        gradients = []
+    def outcome(run: Run) -> Seen:
+        model, x = Swapping(what, flag), leaf(2, 4)
         for _ in range(2):
-            x = paddle.ones([2, 4])
-            x.stop_gradient = False
-            loss = (recompute(model, x) if is_recomputed else model(x)).square().sum()
-            loss.backward()
-            of = [x, *model.parameters()]
-            gradients += [one.grad.numpy() for one in of if one.grad is not None]
-        found.append(gradients)
-    assert_same_bits(*found)
+            run(model, x * 2).square().sum().backward()
+        return {"model": model, "x": x}
+
+    assert_as_plain(outcome)

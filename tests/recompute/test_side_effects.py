@@ -8,14 +8,13 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import ContrastiveLoss, GradCache, recompute
+from paddle_recompute import recompute
 from paddle_recompute.errors import RecomputeError
 from tests.recompute.contract import (
     AUTO_CAST,
     Run,
     Seen,
     Using,
-    array,
     case,
     clean_streams,
     is_rounding,
@@ -39,38 +38,88 @@ def two_calls(run: Run, block: Any, first: paddle.Tensor, *, again: paddle.Tenso
     return {"losses": losses, "inputs": [first, again], "layer": block}
 
 
+class PowerIteration(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(4, 5)
+        self.norm = paddle.nn.SpectralNorm([4, 5], power_iters=2)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return (x @ self.norm(self.linear.weight)).tanh()
+
+
+def shared_statistics() -> list[paddle.nn.Layer]:
+    one, other = paddle.nn.BatchNorm1D(4), paddle.nn.BatchNorm1D(4)
+    other._mean, other._variance = one._mean, one._variance
+    return [one, paddle.nn.Tanh(), other]
+
+
+def mixed_modes() -> list[paddle.nn.Layer]:
+    one, other = paddle.nn.BatchNorm1D(4), paddle.nn.BatchNorm1D(4)
+    one.eval()
+    return [one, paddle.nn.Dropout(0.5), other]
+
+
+class Lazy(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(4, 4)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        if "seen" not in self._buffers:
+            self.register_buffer("seen", paddle.ones([4]))
+        self.seen.set_value(self.seen * 0.5)
+        # A copy: the plain backward reads what the operator saved, and set_value writes to it.
+        return (self.linear(x) * self.seen.clone()).tanh()
+
+
 NORMS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "BatchNorm1D": (lambda: paddle.nn.BatchNorm1D(4), (6, 4)),
-    "BatchNorm2D": (lambda: paddle.nn.BatchNorm2D(3, momentum=0.5), (2, 3, 4, 4)),
-    "BatchNorm3D": (lambda: paddle.nn.BatchNorm3D(2), (2, 2, 3, 3, 3)),
-    "BatchNorm": (lambda: paddle.nn.BatchNorm(3), (2, 3, 4, 4)),
+    "BatchNorm1D": (lambda: [paddle.nn.BatchNorm1D(4)], (6, 4)),
+    "BatchNorm2D": (lambda: [paddle.nn.BatchNorm2D(3, momentum=0.5)], (2, 3, 4, 4)),
+    "BatchNorm3D": (lambda: [paddle.nn.BatchNorm3D(2)], (2, 2, 3, 3, 3)),
+    "BatchNorm": (lambda: [paddle.nn.BatchNorm(3)], (2, 3, 4, 4)),
     "BatchNorm2D with global statistics": (
-        lambda: paddle.nn.BatchNorm2D(3, use_global_stats=True),
+        lambda: [paddle.nn.BatchNorm2D(3, use_global_stats=True)],
         (2, 3, 4, 4),
     ),
     "BatchNorm without affine parameters": (
-        lambda: paddle.nn.BatchNorm2D(3, weight_attr=False, bias_attr=False),
+        lambda: [paddle.nn.BatchNorm2D(3, weight_attr=False, bias_attr=False)],
         (2, 3, 4, 4),
     ),
-    "InstanceNorm1D": (lambda: paddle.nn.InstanceNorm1D(3), (2, 3, 5)),
-    "InstanceNorm2D": (lambda: paddle.nn.InstanceNorm2D(3), (2, 3, 4, 4)),
-    "GroupNorm": (lambda: paddle.nn.GroupNorm(2, 4), (2, 4, 3, 3)),
+    "InstanceNorm1D": (lambda: [paddle.nn.InstanceNorm1D(3)], (2, 3, 5)),
+    "InstanceNorm2D": (lambda: [paddle.nn.InstanceNorm2D(3)], (2, 3, 4, 4)),
+    "GroupNorm": (lambda: [paddle.nn.GroupNorm(2, 4)], (2, 4, 3, 3)),
+    "the statistics of BatchNorm in a convolutional block": (
+        lambda: [paddle.nn.Conv2D(2, 3, 3), paddle.nn.BatchNorm2D(3), paddle.nn.ReLU()],
+        (2, 2, 5, 5),
+    ),
+    "the power iteration of nn.utils.spectral_norm": (
+        lambda: [paddle.nn.utils.spectral_norm(paddle.nn.Linear(4, 5))],
+        (3, 4),
+    ),
+    "the power iteration of nn.SpectralNorm": (lambda: [PowerIteration()], (3, 4)),
+    "two BatchNorms with the same statistics": (shared_statistics, (6, 4)),
+    "eval mode of one sublayer only": (mixed_modes, (6, 4)),
+    "a buffer registered in the first forward": (lambda: [Lazy()], (3, 4)),
+    "a buffer that state_dict leaves out": (
+        lambda: [Counting("set_value", persistable=False)],
+        (3, 4),
+    ),
+    "buffers of a block of blocks": (
+        lambda: [
+            Counting("set_value"),
+            paddle.nn.Sequential(paddle.nn.BatchNorm1D(4), Counting("in-place addition")),
+        ],
+        (3, 4),
+    ),
 }
 
 
-@case("{norm}", norm=list(NORMS))
-def test_norm(run: Run, norm: str) -> Seen:
-    make, shape = NORMS[norm]
-    block = paddle.nn.Sequential(make(), paddle.nn.Tanh())
+@case("{what}", what=list(NORMS))
+def test_two_calls(run: Run, what: str) -> Seen:
+    make, shape = NORMS[what]
+    block = paddle.nn.Sequential(*make(), paddle.nn.Tanh())
     return two_calls(run, block, leaf(*shape), again=leaf(*shape))
-
-
-@case("the statistics of BatchNorm in a convolutional block")
-def test_convolutional_block(run: Run) -> Seen:
-    block = paddle.nn.Sequential(
-        paddle.nn.Conv2D(2, 3, 3), paddle.nn.BatchNorm2D(3), paddle.nn.ReLU()
-    )
-    return two_calls(run, block, leaf(2, 2, 5, 5), again=leaf(2, 2, 5, 5))
 
 
 @case("BatchNorm in eval mode")
@@ -192,21 +241,6 @@ def test_statistics_that_a_later_call_changes(how: str) -> None:
     assert not is_rounding(gradients(plain, is_late=True), wanted)
 
 
-def test_global_statistics_changed_before_the_backward() -> None:
-    """The plain backward would read the new ones; the second forward has those of the first."""
-    gradients = []
-    for call in (lambda block, x: block(x), recompute):
-        norm, x = paddle.nn.BatchNorm1D(4, use_global_stats=True), paddle.full([6, 4], 0.5)
-        x.stop_gradient = False
-        y = call(paddle.nn.Sequential(norm, paddle.nn.Tanh()), x * 2)
-        if call is recompute:
-            norm._mean.set_value(paddle.full([4], 0.3))
-            norm._variance.set_value(paddle.full([4], 5.0))
-        y.sum().backward()
-        gradients.append(x.grad.tolist())
-    assert gradients[0] == gradients[1]
-
-
 @case("BatchNorm that goes to eval mode between forward and backward")
 def test_eval_before_the_backward(run: Run) -> Seen:
     block, x = paddle.nn.Sequential(paddle.nn.BatchNorm1D(4), paddle.nn.Dropout(0.5)), leaf(6, 4)
@@ -234,53 +268,25 @@ def test_auto_cast_inside(run: Run) -> Seen:
     return {"x": x, "y": y, "z": z, "layer": layer, "global AMP dtype": dtype}
 
 
-@case("BatchNorm reached by {way}", way=["a closure", "an argument"], num_listed=1)
-def test_batch_norm_reached_by(run: Run, way: str) -> Seen:
-    norm, x = paddle.nn.BatchNorm1D(4), leaf(6, 4)
-    if way == "a closure":
-        y = run(lambda x: norm(x).tanh(), x * 2)
-    else:
-        y = run(lambda norm, x: norm(x).tanh(), norm, x * 2)
-    y.square().sum().backward()
-    return {"y": y, "x": x, "norm": norm}
-
-
 class Owner:
     """Holds a Layer without being one."""
 
-    def __init__(self) -> None:
-        self.norm = paddle.nn.BatchNorm1D(4)
+    def __init__(self, norm: paddle.nn.Layer) -> None:
+        self.norm = norm
 
     def block(self, x: paddle.Tensor) -> paddle.Tensor:
         return self.norm(x).tanh()
 
 
-@case("BatchNorm in a method of an object that is no Layer")
-def test_batch_norm_in_an_object(run: Run) -> Seen:
-    owner, x = Owner(), leaf(6, 4)
-    y = run(owner.block, x * 2)
+REACHED = ["reached by a closure", "in a method of an object that is no Layer"]
+
+
+@case("BatchNorm {way}", way=REACHED)
+def test_batch_norm_reached(run: Run, way: str) -> Seen:
+    norm, x = paddle.nn.BatchNorm1D(4), leaf(6, 4)
+    y = run(Owner(norm).block if way == REACHED[1] else lambda x: norm(x).tanh(), x * 2)
     y.square().sum().backward()
-    return {"y": y, "x": x, "norm": owner.norm}
-
-
-@case("the power iteration of nn.utils.spectral_norm")
-def test_spectral_norm_hook(run: Run) -> Seen:
-    block = paddle.nn.Sequential(paddle.nn.utils.spectral_norm(paddle.nn.Linear(4, 5)))
-    return two_calls(run, block, leaf(3, 4), again=leaf(3, 4))
-
-
-@case("the power iteration of nn.SpectralNorm")
-def test_spectral_norm_layer(run: Run) -> Seen:
-    class Block(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = paddle.nn.Linear(4, 5)
-            self.norm = paddle.nn.SpectralNorm([4, 5], power_iters=2)
-
-        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-            return (x @ self.norm(self.linear.weight)).tanh()
-
-    return two_calls(run, Block(), leaf(3, 4), again=leaf(3, 4))
+    return {"y": y, "x": x, "norm": norm}
 
 
 class Counting(paddle.nn.Layer):
@@ -327,28 +333,6 @@ WAYS = [
 @case("a buffer updated by {how}", how=WAYS, num_listed=1)
 def test_buffer(run: Run, how: str) -> Seen:
     return two_calls(run, Counting(how), leaf(3, 4), again=leaf(3, 4))
-
-
-@case("a buffer that state_dict leaves out")
-def test_buffer_that_is_not_persistable(run: Run) -> Seen:
-    return two_calls(run, Counting("set_value", persistable=False), leaf(3, 4), again=leaf(3, 4))
-
-
-@case("a buffer registered in the first forward")
-def test_lazy_buffer(run: Run) -> Seen:
-    class Lazy(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = paddle.nn.Linear(4, 4)
-
-        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-            if "seen" not in self._buffers:
-                self.register_buffer("seen", paddle.ones([4]))
-            self.seen.set_value(self.seen * 0.5)
-            # A copy: the plain backward reads what the operator saved, and set_value writes to it.
-            return (self.linear(x) * self.seen.clone()).tanh()
-
-    return two_calls(run, Lazy(), leaf(3, 4), again=leaf(3, 4))
 
 
 class Filling(paddle.nn.Layer):
@@ -417,37 +401,6 @@ def test_filled_state(run: Run, kept: str, later: str, has_flag: bool, where: st
     outputs = [run(block, upstream(one)) for one in (x, again, x)]
     sum(number * one.square().sum() for number, one in enumerate(outputs, start=1)).backward()
     return {"layer": block, "x": x, "again": again, "flag": filling.is_filled}
-
-
-@pytest.mark.parametrize("kept", ["as a buffer", "as an attribute", "in zeros"])
-@pytest.mark.parametrize(("later", "has_flag"), zip(LATER, [False, True] * 2, strict=True))
-def test_filled_state_in_a_gradient_cache(kept: str, later: str, has_flag: bool) -> None:
-    found = []
-    for is_cached in (False, True):
-        with clean_streams():
-            block, loss = Filling(kept, later, has_flag), ContrastiveLoss(0.1)
-            sides = [leaf(6, 4, stop_gradient=True) for _ in range(2)]
-            if is_cached:
-                value = GradCache(block, loss, chunk_size=2).backward(*sides)
-            else:
-                chunks = [[side[i : i + 2] for i in (0, 2, 4)] for side in sides]
-                value = loss(*(paddle.concat([*map(block, side)]) for side in chunks))
-                value.backward()
-        state = None if block.state is None else array(block.state).tobytes()
-        grads = [array(one.grad) for one in block.parameters()]
-        found.append((value.item(), state, block.is_filled, grads))
-    (*plain, plain_grads), (*ours, grads) = found
-    assert ours == plain
-    for one, other in zip(grads, plain_grads, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
-
-
-@case("two BatchNorms with the same statistics")
-def test_shared_statistics(run: Run) -> Seen:
-    one, other = paddle.nn.BatchNorm1D(4), paddle.nn.BatchNorm1D(4)
-    other._mean, other._variance = one._mean, one._variance
-    block = paddle.nn.Sequential(one, paddle.nn.Tanh(), other)
-    return two_calls(run, block, leaf(6, 4), again=leaf(6, 4))
 
 
 class Counts(paddle.nn.BatchNorm1D):
@@ -545,15 +498,6 @@ def test_buffers_of_no_layer(run: Run, kind: str) -> Seen:
     return {**step(run, function, leaf(3, 4)), "layer": linear}
 
 
-@case("buffers of a block of blocks")
-def test_nested_layers(run: Run) -> Seen:
-    block = paddle.nn.Sequential(
-        Counting("set_value"),
-        paddle.nn.Sequential(paddle.nn.BatchNorm1D(4), Counting("in-place addition")),
-    )
-    return two_calls(run, block, leaf(3, 4), again=leaf(3, 4))
-
-
 @case(
     "a buffer that the user changes between forward and backward by {how}",
     how=WAYS,
@@ -572,38 +516,11 @@ def test_buffer_changed_by_the_user(run: Run, how: str) -> Seen:
     return {"y": y, "x": x, "block": block}
 
 
-@case("eval mode of one sublayer only")
-def test_mixed_modes(run: Run) -> Seen:
-    block = paddle.nn.Sequential(
-        paddle.nn.BatchNorm1D(4), paddle.nn.Dropout(0.5), paddle.nn.BatchNorm1D(4)
-    )
-    block[0].eval()
-    return two_calls(run, block, leaf(6, 4), again=leaf(6, 4))
-
-
 def test_the_buffer_stays_the_same_object() -> None:
     norm, x = paddle.nn.BatchNorm1D(4), leaf(6, 4)
     mean = norm._mean
     recompute(norm, x).sum().backward()
     assert norm._mean is mean and norm.state_dict()["_mean"] is mean
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_a_second_forward_sees_the_buffers_of_the_first(how: str) -> None:
-    """Two calls before one backward: each is repeated with the counter that it saw."""
-    seen = []
-
-    class Watching(Counting):
-        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-            seen.append(int(self.count))
-            return super().forward(x)
-
-    block = Watching(how)
-    first, second = recompute(block, leaf(3, 4)), recompute(block, leaf(3, 4))
-    first.sum().backward()
-    second.sum().backward()
-    assert seen == [0, 1, 0, 1]
-    assert int(block.count) == 2
 
 
 class Auxiliary(paddle.nn.Layer):

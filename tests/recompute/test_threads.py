@@ -17,7 +17,7 @@ from paddle_recompute.recompute import is_recomputing
 from tests.processes import python
 from tests.recompute.contract import Run, Seen, assert_as_plain, leaf, plain
 
-STEPS = 12
+STEPS = 6
 
 
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:
@@ -91,8 +91,7 @@ def disk(*args: Any, **kwargs: Any) -> Any:
 )
 def test_two_models_in_two_threads(runs: tuple[Run, Run]) -> None:
     alone = [one() for one in models(plain, plain)]
-    for _ in range(2):
-        assert in_threads(*models(*runs)) == alone
+    assert in_threads(*models(*runs)) == alone
 
 
 def test_threads_that_take_turns_inside_their_blocks() -> None:

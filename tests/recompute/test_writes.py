@@ -93,20 +93,25 @@ def test_gan(run: Run) -> Seen:
     return {"z": z, "g": g, "d": d}
 
 
-@case("a parameter changed by {how} between forward and backward", how=list(WRITES), or_error=True)
-def test_parameter(run: Run, how: str) -> Seen:
-    layer, x = net(), leaf(3, 4)
-    y = run(layer, x * 2)
-    written(how, layer[0].bias)
-    loss_of(y).backward()
-    return {"x": x, "layer": layer}
-
-
-@case("set_state_dict between forward and backward", or_error=True)
-def test_set_state_dict(run: Run) -> Seen:
-    layer, x = net(), leaf(3, 4)
-    y = run(layer, x * 2)
+def load(layer: paddle.nn.Layer) -> None:
     layer.set_state_dict(net().state_dict())
+
+
+def change_of(how: str) -> Callable[[paddle.nn.Layer], None]:
+    return lambda layer: written(how, layer[0].bias)
+
+
+CHANGES: dict[str, Callable[[paddle.nn.Layer], None]] = {
+    "set_state_dict": load,
+    **{f"a parameter changed by {how}": change_of(how) for how in WRITES},
+}
+
+
+@case("{what} between forward and backward", what=list(CHANGES), or_error=True)
+def test_parameter(run: Run, what: str) -> Seen:
+    layer, x = net(), leaf(3, 4)
+    y = run(layer, x * 2)
+    CHANGES[what](layer)
     loss_of(y).backward()
     return {"x": x, "layer": layer}
 
@@ -150,13 +155,19 @@ HELD: dict[str, tuple[bool, Callable[[Tensor], Any]]] = {
 
 def held_tensor(run: Run, what: str, how: str) -> Seen:
     is_parameter, make = HELD[what]
-    x, held = leaf(3, 4), leaf(3, 4, stop_gradient=True)
+    x, held = leaf(3, 4), leaf(3, 4, stop_gradient=how not in RELEASES)
     if is_parameter:
         held = paddle.create_parameter(SHAPE, "float32")
     arguments = [held] if "argument" in what else []
     y = run(make(held), x * 2, *arguments)
+    if how in RELEASES:
+        getattr(held, how)()
+        return after_the_change(y, {"x": x})
     written(how, held)
     return after_the_change(y, {"x": x, "held": held})
+
+
+RELEASES = ["_clear_dataptr", "_clear_data"]
 
 
 def held_case(what: list[str], how: list[str], num_listed: int) -> Any:
@@ -174,10 +185,8 @@ test_argument = held_case(["an argument", "a captured tensor"], OTHERS, 4)(held_
 def test_lstm(run: Run) -> Seen:
     layer, x = paddle.nn.LSTM(4, 3), leaf(2, 3, 4)
     y = run(lambda x: layer(x)[0], x * 2)
-    updated_lstm = paddle.optimizer.SGD(0.1, parameters=layer.parameters())
-    layer(paddle.ones([2, 3, 4]))[0].sum().backward()
-    updated_lstm.step()
-    updated_lstm.clear_grad()
+    for parameter in layer.parameters():
+        written("set_value", parameter)
     loss_of(y).backward()
     return {"x": x, "layer": layer}
 
@@ -241,26 +250,6 @@ def test_the_error_says_that_the_forward_makes_the_change(how: str) -> None:
         loss.backward()
 
 
-RELEASES = ["_clear_dataptr", "_clear_data"]
-
-
-def released(run: Run, what: str, how: str) -> Seen:
-    is_parameter, make = HELD[what]
-    x, held = leaf(3, 4), leaf(3, 4)
-    if is_parameter:
-        held = paddle.create_parameter(SHAPE, "float32")
-    arguments = [held] if "argument" in what else []
-    y = run(make(held), x * 2, *arguments)
-    getattr(held, how)()
-    try:
-        loss_of(y).backward()
-    except RuntimeError as error:
-        if isinstance(error, RecomputeError):
-            raise
-        return {"is refused": True}
-    return {"x": x}
-
-
 test_released = case(
     "{what}, whose memory is released ({how}) between forward and backward",
     how=RELEASES,
@@ -268,7 +257,7 @@ test_released = case(
     or_error=True,
     has_gradients=False,
     num_listed=8,
-)(released)
+)(held_tensor)
 
 
 @pytest.mark.parametrize("how", RELEASES)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from tqdm import tqdm
 
-from paddle_recompute._files import writing, written_whole
 from paddle_recompute.app.cli._process import (
     Option,
     as_json,
@@ -234,7 +231,6 @@ def mine(
     click.option(
         "--queries", "file", metavar="FILE", help="Queries, one per line; -: from standard input."
     ),
-    click.option("--output", metavar="FILE", help="Write there what --json would show."),
     _side("query"),
     click.option("--json", "as_json", is_flag=True, help="One JSON object per query and line."),
     click.argument("queries", nargs=-1, metavar="[QUERY]..."),
@@ -243,7 +239,6 @@ def search(
     place: str,
     folder: str | None,
     file: str | None,
-    output: str | None,
     as_json: bool,
     queries: tuple[str, ...],
     **options: Any,
@@ -252,7 +247,7 @@ def search(
 
     For example: paddle-recompute search --index pool.npy "a big cat"
 
-    Or: paddle-recompute search --index pool.npy --queries queries.txt --output found.jsonl
+    Or: paddle-recompute search --index pool.npy --queries queries.txt --json > found.jsonl
 
     Of each text its rank, score (cosine) and words. Of a file, 256 queries are searched for at
     once.
@@ -265,44 +260,25 @@ def search(
     index = Index.load(place)
     encoder = load_encoder(folder, truncate_dim=index.truncate_dim) if folder else None
     asked = texts_of(Path("/dev/stdin" if file == "-" else file)) if file else iter(queries)
-    with ExitStack() as held:
-        write: Callable[[str], object] = click.echo
-        if output is not None:
-            write, as_json = _writer(held, Path(output), [*index.files, Path(file or "")]), True
-        bar = held.enter_context(tqdm(unit="query", disable=None if output else True))
-        done = 0
-        while block := list(itertools.islice(asked, _QUERIES_AT_ONCE)):
-            found = index.search(block, encoder=encoder, tell=_tell, **options)
-            for query, hits in zip(block, found, strict=True):
-                if as_json:
-                    results = [hit.to_dict() for hit in hits]
-                    write(json.dumps({"query": query, "results": results}, ensure_ascii=False))
-                    continue
-                if file or len(queries) > 1:
-                    write(query)
-                for hit in hits:
-                    write(f"{hit.rank:>3}  {hit.score:.4f}  {hit.text}")
-            done += len(block)
-            bar.update(len(block))
-        if not done:
-            raise DataError(f"{file}: contains no query")
+    done = 0
+    while block := list(itertools.islice(asked, _QUERIES_AT_ONCE)):
+        found = index.search(block, encoder=encoder, tell=_tell, **options)
+        for query, hits in zip(block, found, strict=True):
+            if as_json:
+                results = [hit.to_dict() for hit in hits]
+                click.echo(json.dumps({"query": query, "results": results}, ensure_ascii=False))
+                continue
+            if file or len(queries) > 1:
+                click.echo(query)
+            for hit in hits:
+                click.echo(f"{hit.rank:>3}  {hit.score:.4f}  {hit.text}")
+        done += len(block)
+    if not done:
+        raise DataError(f"{file}: contains no query")
 
 
 def _tell(words: str) -> None:
     click.echo(f"paddle-recompute: {words}", err=True)
-
-
-def _writer(held: ExitStack, output: Path, inputs: list[Path]) -> Callable[[str], object]:
-    """What writes a line of a file, which is there when `held` is closed without an error."""
-    path = output.resolve()  # what a link points to
-    if path in {given.resolve() for given in inputs}:
-        raise ConfigError(f"--output {output}: is an input of this search; name another file")
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path}: is no plain file; without --output, the lines are printed")
-    held.enter_context(writing(path, "free the disk, or name another file"))
-    unfinished = held.enter_context(written_whole(path))
-    target = held.enter_context(unfinished.open("w", encoding="utf-8", newline="\n"))
-    return lambda line: target.write(f"{line}\n")
 
 
 def _parts(encoder: TrainedEncoder, output: str) -> dict[Path, TrainedEncoder]:

@@ -7,12 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 
-from paddle_recompute._files import read_json, write_json
+from paddle_recompute._files import read_json
 from paddle_recompute._installed import require_paddle
 from paddle_recompute._run_folder import RECORD, hold
 from paddle_recompute.app.cli._process import (
@@ -128,7 +127,7 @@ def parity(config_file: str, steps: int, as_json: bool, overrides: tuple[str, ..
 
 
 @configured(
-    click.option("--output", metavar="FILE", help="Where the report goes, a .json file."),
+    refused("--output", "is gone: the report is in train.output_dir/doctor.json, or give --json"),
     refused("--parity", "is gone: call paddle-recompute parity, too"),
     refused(
         "--self-test", "is gone: call python -m benchmarks.correctness.self_test in a checkout"
@@ -136,21 +135,15 @@ def parity(config_file: str, steps: int, as_json: bool, overrides: tuple[str, ..
     as_json,
     interrupted="interrupted; all ranks have ended",
 )
-def doctor(
-    config_file: str,
-    output: str | None,
-    as_json: bool,
-    overrides: tuple[str, ...],
-) -> None:
+def doctor(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> None:
     """Compare the wrapped model with the plain one.
 
     For example: paddle-recompute doctor --config run.yaml
 
     Trains a few steps on one batch, and names the first sublayer that differs. Exits with code 1 if
     a fault is found. A warning, such as a parameter that the loss does not use, leaves the code 0.
+    The report is also in doctor.json in train.output_dir.
     """
-    if output is not None and Path(output).suffix != ".json":
-        raise ConfigError(f"--output {output}: must end in .json; any file there is replaced")
 
     def examine(config: Config) -> dict[str, Any]:
         from paddle_recompute.app.doctor_runs import examine
@@ -159,7 +152,7 @@ def doctor(
 
     arguments = ["doctor", "--config", config_file, *overrides]
     config = load_config(config_file, overrides)
-    _judge(config, arguments, examine, as_json=as_json, output=output)
+    _judge(config, arguments, examine, as_json=as_json)
 
 
 def _judge(
@@ -168,20 +161,13 @@ def _judge(
     act: Callable[[Config], dict[str, Any]],
     *,
     as_json: bool,
-    output: str | None = None,
 ) -> None:
-    """Print and write what `act` reports on the ranks, and end with its code."""
+    """Print what `act` reports on the ranks, and end with its code."""
     with words_apart(as_json):
         report = run_on_ranks(config, arguments, act, start=_launch, result=f"{arguments[0]}.json")
     if is_launched():  # the launcher goes on with it
         return
-    if output and is_main_rank():
-        write_json(Path(output), report)
-    _end_with(report, as_json and is_main_rank())
-
-
-def _end_with(report: dict[str, Any], as_json: bool) -> None:
-    if as_json:
+    if as_json and is_main_rank():
         click.echo(json.dumps(report))
     if not report["ok"]:
         sys.exit(1)

@@ -1,13 +1,12 @@
-"""Charts for a page: curves of the metrics, the levels of a step, and what each rank did in one."""
+"""Charts for a page: curves of the metrics, and the levels of a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.report._files import RunFiles
 from paddle_recompute.planner import Timeline
 
@@ -53,7 +52,7 @@ def chart(
     from_zero: bool = False,
     beside: figure | None = None,
 ) -> figure:
-    """A chart with the width of its place on the page.
+    """A chart that zooms, as wide as its place on the page; ``theme.yaml`` says how it looks.
 
     Args:
         curves: At least one.
@@ -63,16 +62,22 @@ def chart(
         beside: Another chart with the same x: both zoom together.
     """
     from bokeh.models import DataRange1d
+    from bokeh.plotting import figure
 
-    plot = plain_figure(
-        x_label=x_label,
+    plot = figure(
+        height=HEIGHT,
+        sizing_mode="stretch_width",
+        tools="box_zoom,pan,wheel_zoom,reset,save",
+        active_drag="box_zoom",
+        toolbar_location="above",
+        x_axis_label=x_label,
         y_axis_label=y_label,
         x_range=DataRange1d() if beside is None else beside.x_range,
         y_range=DataRange1d(start=0) if from_zero else DataRange1d(),
     )
     names = list(dict.fromkeys(curve.name for curve in curves))
     if len(names) > 1:
-        add_legend(plot, names)
+        _add_legend(plot, names)
     for number, curve in enumerate(curves):
         color = COLORS[number % len(COLORS)]
         data = {
@@ -92,22 +97,7 @@ def chart(
     return plot
 
 
-def plain_figure(*, x_label: str, height: int = HEIGHT, **more: Any) -> figure:
-    """An empty chart that zooms; ``theme.yaml`` says how it looks."""
-    from bokeh.plotting import figure
-
-    return figure(
-        height=height,
-        sizing_mode="stretch_width",
-        tools="box_zoom,pan,wheel_zoom,reset,save",
-        active_drag="box_zoom",
-        toolbar_location="above",
-        x_axis_label=x_label,
-        **more,
-    )
-
-
-def add_legend(plot: figure, names: Sequence[str]) -> None:
+def _add_legend(plot: figure, names: Sequence[str]) -> None:
     """Put a legend under `plot`, in one row if `names` fit on a phone.
 
     It has what is drawn with a ``legend_label``; a click hides it.
@@ -115,7 +105,7 @@ def add_legend(plot: figure, names: Sequence[str]) -> None:
     from bokeh.models.annotations import Legend
 
     fits_in_a_row = sum(len(name) + 4 for name in names) < CHARACTERS_OF_A_ROW
-    plot.height = (plot.height or HEIGHT) + ROW * (1 if fits_in_a_row else len(names))
+    plot.height = HEIGHT + ROW * (1 if fits_in_a_row else len(names))
     legend = Legend(orientation="horizontal" if fits_in_a_row else "vertical")
     legend.spacing = 12 if fits_in_a_row else 0
     plot.add_layout(legend, "below")
@@ -252,75 +242,3 @@ def _levels(runs: Sequence[RunFiles], curves: Sequence[Curve]) -> list[Curve]:
     if plan is not None:
         levels |= {"budget": plan.memory_budget, "predicted": plan.peak_bytes}
     return level_curves(levels, curves[0].x[0], curves[0].x[-1])
-
-
-_KINDS = {
-    "forward and backward": COLORS[0],
-    "wait": COLORS[1],
-    "update": COLORS[2],
-    "bucket waits": "#9aa5b1",
-    "bucket is summed": COLORS[5],
-}
-_ROW, _AROUND = 26, 130
-"""Pixels of a row, and of the axis and the buttons."""
-
-
-class _Bar(NamedTuple):
-    row: str
-    kind: str
-    left: float
-    right: float
-    what: str
-
-
-def row_of(number: int, lane: dict[str, Any]) -> tuple[str, ...]:
-    """The rank, and its step, backward, sums, of these under the backward, and wait, in ms."""
-    first, end = lane["began"], lane["backward_ended"]
-    sums = sum(ended - started for _, _, started, ended in lane["buckets"])
-    under_it = sum(max(0, min(e, end) - s) for _, _, s, e in lane["buckets"])
-    times = (lane["ended"] - first, end - first, sums, under_it, lane["synchronized"] - end)
-    return (f"rank {number}", *(f"{time:.1f}" for time in times))
-
-
-def _bars(number: int, lane: dict[str, Any]) -> Iterator[_Bar]:
-    row, sends = f"rank {number}", f"rank {number} sends"
-    ends = ("began", "backward_ended", "synchronized", "ended")
-    for kind, left, right in zip(_KINDS, ends, ends[1:], strict=False):
-        yield _Bar(row, kind, lane[left], lane[right], row)
-    for index, (size, queued, started, ended) in enumerate(lane["buckets"]):
-        what = f"bucket {index}, {format_bytes(size)}"
-        yield _Bar(sends, "bucket waits", queued, started, what)
-        yield _Bar(sends, "bucket is summed", started, ended, what)
-
-
-def lanes_chart(lanes: Sequence[dict[str, Any]]) -> figure:
-    """What each rank did over the time of the step."""
-    from bokeh.models import FactorRange, HoverTool
-
-    bars = [bar for number, lane in enumerate(lanes) for bar in _bars(number, lane)]
-    rows = list(dict.fromkeys(bar.row for bar in bars))
-    plot = plain_figure(
-        x_label="ms", y_range=FactorRange(factors=rows[::-1]), height=_AROUND + _ROW * len(rows)
-    )
-    add_legend(plot, list(dict.fromkeys(bar.kind for bar in bars)))
-    for kind, color in _KINDS.items():
-        own = [bar for bar in bars if bar.kind == kind]
-        if not own:
-            continue
-        data = {name: [getattr(bar, name) for bar in own] for name in _Bar._fields}
-        data["took"] = [bar.right - bar.left for bar in own]
-        is_wait = kind == "bucket waits"
-        glyph: GlyphRenderer[Any] = plot.hbar(
-            y="row",
-            left="left",
-            right="right",
-            height=0.3 if is_wait else 0.7,
-            source=data,
-            color=color,
-            line_color="white",
-            line_width=0 if is_wait else 0.5,
-            legend_label=kind,
-        )
-        tips = [("", "@what"), (kind, "@took{0.0} ms"), ("from", "@left{0.0} ms")]
-        plot.add_tools(HoverTool(renderers=[glyph], tooltips=tips, visible=False))
-    return plot

@@ -19,8 +19,6 @@ from paddle_recompute.app.report._charts import (
     Curve,
     chart,
     curves_of,
-    lanes_chart,
-    row_of,
     timeline_chart,
 )
 from paddle_recompute.app.report._files import RunFiles, flat
@@ -128,10 +126,8 @@ def retrieval_table(record: dict[str, Any]) -> str:
 def run_page(run: RunFiles) -> dict[str, Any]:
     """What `write_page` shows of a run."""
     start, record = run.start, run.record
-    curves, lanes, data = curves_of([run]), run.last("lanes"), run.last("data")
+    curves, times, data = curves_of([run]), run.last("times"), run.last("data")
     charts = {f"curve {title}": plot for title, plot in curves.items()}
-    if lanes:
-        charts["lanes"] = lanes_chart(lanes["ranks"])
     if run.plan is not None:
         plan = run.plan
         plain = simulate(plan.costs, uniform(plan.costs, PLAIN))
@@ -167,8 +163,11 @@ def run_page(run: RunFiles) -> dict[str, Any]:
         "tiles": list(_tiles(run)),
         "titles": list(curves),
         "retrieval": retrieval_rows(record),
-        "step": lanes.get("step"),
-        "lanes": [row_of(*lane) for lane in enumerate(lanes.get("ranks", ()))],
+        "step": times.get("step"),
+        "times": [
+            (f"rank {rank}", *(f"{time:.1f}" for time in own))
+            for rank, own in enumerate(times.get("ranks", ()))
+        ],
         "before": told.get("untrained", []),
         "after": told.get("trained", []),
         "data": data,

@@ -235,13 +235,6 @@ class Index:
         """That of the encoder that made the vectors."""
         return self._shape[1] if "-" in self.fingerprint else None
 
-    @property
-    def files(self) -> list[Path]:
-        """The file, its texts and its record; none if it is not on disk."""
-        if self.file is None:
-            return []
-        return [self.file, beside(self.file, ".txt"), beside(self.file, ".json")]
-
     def __len__(self) -> int:
         """Its number of texts."""
         return self._shape[0]

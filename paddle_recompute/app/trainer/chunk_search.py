@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
 
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.trainer.peak_memory import (
-    Peaks,
-    estimated_peaks,
     largest_of_ranks,
     longest_text,
     measure_peak,
@@ -20,8 +17,6 @@ from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.planner import largest_that_fits
 
-CLOSE_ESTIMATE = 0.01
-"""An estimate that differs from the measured peak by no more than this part of it is right."""
 CLOSE_CHUNKS = 8
 """Chunks may be smaller than the largest that fit by one part in so many."""
 
@@ -39,7 +34,6 @@ class MemoryProbe:
         self._config = config
         self._vocab_size = vocab_size
         self._say = say
-        self._estimated = cache(partial(estimated_peaks, config, vocab_size))
         self._measured: dict[tuple[Chunks, bool], int | None] = {}
 
     def choose_chunks(self, earlier: Chunks | None = None) -> Chunks:
@@ -68,17 +62,10 @@ class MemoryProbe:
         return chunks
 
     def _within_budget(self, budget: int) -> tuple[Chunks, int]:
-        """The largest chunks, found by estimates and verified by a step, or by steps alone."""
-
-        def estimated(chunks: Chunks) -> int | None:
-            found = self._estimated(chunks)
-            return None if found is None else found.configured
-
-        for peak_of in (estimated, self._peak):
-            chunks = largest_chunks(self._config, budget, peak_of)
-            peak = None if chunks is None else self._peak(chunks)
-            if chunks is not None and peak is not None and peak <= budget:
-                return chunks, peak
+        """The largest chunks, and the peak of a step with them."""
+        chunks = largest_chunks(self._config, budget, self._peak)
+        if chunks is not None and (peak := self._peak(chunks)) is not None:
+            return chunks, peak
         one_text = self._peak(Chunks(tokens=longest_text(self._config)))
         takes = "more than there is" if one_text is None else format_bytes(one_text)
         tile = "" if self._config.contrastive.tile else ", or set contrastive.tile"
@@ -92,9 +79,7 @@ class MemoryProbe:
     def measure(self, chunks: Chunks) -> tuple[int | None, int]:
         """Peak bytes of the largest step on the largest rank: (plain, as configured).
 
-        The step as configured is measured. Where its estimate is right, so is that of the plain
-        step, which then need not be run; else it is measured too. The first figure is None if a
-        step without recompute is measured and does not fit, or is not asked for.
+        The first figure is None if a step without recompute does not fit, or is not asked for.
 
         Raises:
             ConfigError: A step as configured does not fit.
@@ -109,20 +94,13 @@ class MemoryProbe:
             return configured, configured
         said += " as configured"
         if self._config.train.measure_plain:
-            plain = self._plain_peak(chunks, configured)
+            plain = self._peak(chunks, plain=True)
             if plain is None:
                 said += "; without recompute, more than there is"
         if plain is not None:
             said += f", {format_bytes(plain)} without recompute"
         self._say(said)
         return plain, configured
-
-    def _plain_peak(self, chunks: Chunks, configured: int) -> int | None:
-        # An estimate is of a step in dygraph; that of a Program may be right by chance.
-        found: Peaks | None = self._estimated(chunks) if self._config.mode == "dygraph" else None
-        if found is not None and abs(found.configured - configured) <= CLOSE_ESTIMATE * configured:
-            return found.plain
-        return self._peak(chunks, plain=True)
 
     def _peak(self, chunks: Chunks, *, plain: bool = False) -> int | None:
         """The largest measured peak of all ranks; None if the step does not fit on one."""

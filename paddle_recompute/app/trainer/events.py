@@ -26,7 +26,7 @@ from paddle_recompute.grad_sync import CommunicationTrace
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.train_step import StepResult, TrainStep
 
-DRAWN_STEP = 3
+NOTED_STEP = 3
 """Of a session: the first step learns the order of the gradients, so it sends nothing early."""
 MOST_RANKS = 8
 
@@ -67,8 +67,8 @@ class Events(Callback):
                 f"{time.time() - self._began:.1f} s after the start",
                 bold=True,
             )
-        if run.step == min(run.done + DRAWN_STEP, run.total):
-            self._note_lanes(run, run.result)
+        if run.step == min(run.done + NOTED_STEP, run.total):
+            self._note_times(run, run.result)
         if run.result.skipped:
             written = first_not_finite(buffers_of(run.model))
             self.say(
@@ -97,8 +97,8 @@ class Events(Callback):
                 f"lower the budget by {format_bytes(peak - budget)}"
             )
 
-    def _note_lanes(self, run: Run, result: StepResult) -> None:
-        """What each of the first ranks did in this step: compute, send, wait.
+    def _note_times(self, run: Run, result: StepResult) -> None:
+        """How long each of the first ranks computed, sent and waited in this step.
 
         The times are there anyway (`GradientSync.timeline`). A step of one process, of a static
         graph or on GPUs, whose streams the host does not see, is not noted.
@@ -107,12 +107,9 @@ class Events(Callback):
         timeline = step.timeline if isinstance(step, TrainStep) else None
         if timeline is None or run.config.launch.device != "cpu":
             return
-        own = _lane(timeline, result.seconds) if run.rank < MOST_RANKS else None
-        lanes = [lane for lane in values_of_ranks(own, "the times of a step") if lane]
-        if run.config.launch.num_nodes > 1:  # clocks differ; the last sum reaches all ranks at once
-            lanes = [_moved(lane, lane["arrived"]) for lane in lanes]
-        first = min(lane["began"] for lane in lanes)
-        self.note("lanes", step=run.step, ranks=[_moved(lane, first) for lane in lanes])
+        own = _times(timeline, result.seconds) if run.rank < MOST_RANKS else None
+        ranks = [times for times in values_of_ranks(own, "the times of a step") if times]
+        self.note("times", step=run.step, ranks=ranks)
 
 
 def environment(config: Config) -> dict[str, str]:
@@ -141,34 +138,21 @@ def data_figures(data: PreparedData, loader: PairLoader) -> dict[str, Any]:
     }
 
 
-def _lane(timeline: CommunicationTrace, seconds: dict[str, float]) -> dict[str, Any]:
-    """Times of this rank in ms; of each bucket: bytes, queued, started, ended."""
-    ended = timeline.backward_ended
-    updated = ended + seconds["sync"] + seconds["update"]
-    sent = [
-        bucket
+def _times(timeline: CommunicationTrace, seconds: dict[str, float]) -> list[float]:
+    """Of this rank, in ms: the step, forward and backward, all sums of gradients, these under the
+    backward, and the wait behind it.
+    """
+    end = timeline.backward_ended
+    sums = [
+        (bucket.started, bucket.ended)
         for bucket in timeline.buckets
         if bucket.started is not None and bucket.ended is not None
     ]
-    times = {
-        "began": ended - seconds["forward_backward"],
-        "backward_ended": ended,
-        "arrived": max((bucket.ended for bucket in sent if bucket.ended), default=timeline.ended),
-        "synchronized": timeline.ended,
-        "ended": updated,
-    }
-    return {name: 1e3 * value for name, value in times.items()} | {
-        "buckets": [
-            [
-                bucket.num_bytes,
-                *(1e3 * at for at in (bucket.queued, bucket.started, bucket.ended) if at),
-            ]
-            for bucket in sent
-        ]
-    }
-
-
-def _moved(lane: dict[str, Any], origin: float) -> dict[str, Any]:
-    moved = {name: round(at - origin, 3) for name, at in lane.items() if name != "buckets"}
-    buckets = [[size, *(round(at - origin, 3) for at in times)] for size, *times in lane["buckets"]]
-    return {**moved, "buckets": buckets}
+    times = (
+        seconds["forward_backward"] + seconds["sync"] + seconds["update"],
+        seconds["forward_backward"],
+        sum(ended - started for started, ended in sums),
+        sum(max(0.0, min(ended, end) - started) for started, ended in sums),
+        timeline.ended - end,
+    )
+    return [round(1e3 * time, 3) for time in times]

@@ -1,4 +1,4 @@
-"""The peak memory of a training step: measured, or estimated from the calls of its blocks.
+"""The peak memory of a training step, measured; the step as the planner takes it.
 
 The steps run on a separate model, which is then discarded. The model to train is not built yet, so
 its weights, moments and hooks cannot change.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import paddle
@@ -29,17 +28,13 @@ from paddle_recompute.app.trainer.step import (
     compile_as_configured,
 )
 from paddle_recompute.distributed import is_distributed, reduce_numbers
-from paddle_recompute.errors import PlanError, SelectionError
 from paddle_recompute.options import AUTO
 from paddle_recompute.planner import (
     PLAIN,
-    WHOLE,
     Job,
     RecomputePlan,
     StepCosts,
-    choices_of_policy,
     make_plan,
-    measure_costs,
     simulate,
     uniform,
 )
@@ -51,13 +46,6 @@ WAITING_BATCHES = 1
 """Batches in memory beside a step's micro-batches: the one that was divided into them."""
 PROGRAM_STEPS = 3
 """Steps of a Program whose least peak counts on a CPU, where its executor is late to free."""
-
-
-class Peaks(NamedTuple):
-    """Peak bytes of a step: without recompute, and as configured."""
-
-    plain: int
-    configured: int
 
 
 def measure_peak(
@@ -264,32 +252,6 @@ def _autocast(config: Config) -> Any:
     return paddle.amp.auto_cast(
         enable=config.strategy.amp and config.mode == "dygraph", level=amp.level, dtype=amp.dtype
     )
-
-
-def estimated_peaks(config: Config, vocab_size: int, chunks: Chunks) -> Peaks | None:
-    """The peaks of a step with such chunks, in bytes, of the largest rank; no step is run.
-
-    With ``policy: budget`` all blocks are recomputed: the plan is made when the chunks are known.
-
-    Returns:
-        None if it cannot be estimated: the peak cannot be started anew (2.6), parameters are
-        offloaded, the step is not one of calls of blocks, or a block does not fit on a rank.
-    """
-    section = config.recompute
-    if not _memory.can_reset_peak() or section.offload_parameters != "none":
-        return None
-    if section.engine == "fleet":
-        return None
-    own: tuple[int | None, int | None] = None, None
-    with suppress(MemoryError, PlanError, SelectionError):  # the other ranks wait to compare
-        costs = measure_costs(job_of(config, vocab_size, chunks), only_bytes=True)
-        if section.enable and section.policy == "budget":
-            choices = uniform(costs, WHOLE)
-        else:
-            choices = choices_of_policy(costs, section)
-        own = plain_peak(costs), simulate(costs, choices).peak.bytes
-    plain, configured = map(largest_of_ranks, own)
-    return None if plain is None or configured is None else Peaks(plain, configured)
 
 
 def plain_peak(costs: StepCosts) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import (
@@ -101,6 +102,9 @@ def test_whatever_changes_the_result_has_a_tokenizer_of_its_own(
     assert (first.train, first.valid, first.pool) == (again.train, again.valid, again.pool)
     texts = [pair.query for pair in first.train]
     assert (first.tokenizer.encode(texts, 9) == again.tokenizer.encode(texts, 9)).all()
+    monkeypatch.setattr(tokenizers, "__version__", "0.0")  # another one may train another
+    with pytest.raises(pytest.fail.Exception, match="trained again"):
+        prepared(folder)
 
 
 def test_held_out_texts_do_not_teach_the_tokenizer(folder: Path) -> None:

@@ -39,14 +39,10 @@ CONFIG = {
     "train": {"seed": 0, "resume": False},
 }
 EXAMPLE = {"query": "河<b>", "answer": "a river", "rank": 7, "hits": [{"text": "a", "score": 0.5}]}
-LANE = {"began": 0, "backward_ended": 80, "arrived": 90, "synchronized": 95, "ended": 100.5}
-LANES: dict[str, Any] = {
-    "event": "lanes",
+TIMES: dict[str, Any] = {
+    "event": "times",
     "step": 3,
-    "ranks": [
-        {**LANE, "buckets": [[2**20, 30, 35, 60], [2**10, 75, 76, 90]]},
-        {**LANE, "began": 1.25, "buckets": [[2**20, 34, 35, 60], [2**10, 75, 76, 90]]},
-    ],
+    "ranks": [[100.5, 80.0, 39.0, 29.0, 15.0], [99.25, 78.75, 39.0, 29.0, 15.0]],
 }
 EVENTS: list[dict[str, Any]] = [
     {
@@ -70,7 +66,7 @@ EVENTS: list[dict[str, Any]] = [
     },
     {"event": "examples", "when": "untrained", "queries": [EXAMPLE]},
     {"event": "steps", "done": 0, "total": 39},
-    LANES,
+    TIMES,
     {
         "event": "examples",
         "when": "trained",

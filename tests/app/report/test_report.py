@@ -27,7 +27,7 @@ from paddle_recompute.app.report._charts import curves_of
 from paddle_recompute.app.report._files import RunFiles
 from paddle_recompute.errors import DependencyError, OutputError, PlanError
 from tests.app.commands import command
-from tests.app.report.folders import CONFIG, EVENTS, LANES, METRICS, RECORD, write_run
+from tests.app.report.folders import CONFIG, EVENTS, METRICS, RECORD, TIMES, write_run
 from tests.app.report.pages import Page
 
 SCRIPTS = 3
@@ -59,7 +59,6 @@ def test_page_stands_alone_and_tells_the_figures(tmp_path: Path) -> None:
     for words in ("1 min 10 s", "3.3.1", "train.seed 0 line 3"):
         assert words in page.text
     assert "Step 3 on each rank" in page.text
-    # 25 + 14 ms of sums, of which 25 + 4 before the backward ended at 80.
     assert "rank 0 100.5 80.0 39.0 29.0 15.0 rank 1 99.2 78.8 39.0 29.0 15.0" in page.text
 
 
@@ -107,7 +106,7 @@ UNTRAINED_NOT_MEASURED = RECORD | {name: None for name in RECORD if name.startsw
         ({"metrics": METRICS[:1]}, "loss, 5 at first", "Loss scale"),
         ({"events": []}, "39 of 39 steps", "Environment"),
         ({"record": RECORD | {"steps": 20}}, "ended before its last step", "25.0%"),
-        ({"events": [EVENTS[0] | {"ranks": 64}, LANES]}, "The first 2 of 64 ranks.", "finished at"),
+        ({"events": [EVENTS[0] | {"ranks": 64}, TIMES]}, "The first 2 of 64 ranks.", "finished at"),
     ],
     ids=["no step", "one step", "of an earlier version", "raised to more steps", "many ranks"],
 )

@@ -56,54 +56,42 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def words(kind: str, texts: list[str]) -> Any:
-    """A tokenizer of the kind that the architecture has."""
+def tokenizer_of(kind: str, texts: list[str]) -> tuple[Any, dict[str, str]]:
+    """A tokenizer of the kind that the architecture has, and its special tokens by their use."""
     import tokenizers
     from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
 
     trained: dict[str, Any] = {"show_progress": False, "vocab_size": 330}
+    names = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
+    around = "<s> $A </s>"
     if kind == "bert":
         names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
         one = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        one.normalizer, one.pre_tokenizer = (
-            normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer(),
-        )  # fmt: skip
+        one.normalizer = normalizers.BertNormalizer(lowercase=True)
+        one.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         trainer: Any = trainers.WordPieceTrainer(special_tokens=[*names.values()], **trained)
         around = "[CLS] $A [SEP]"
-    elif kind == "qwen":
-        names = {"pad": "<|endoftext|>", "eos": "<|endoftext|>"}
+    elif kind == "xlm-roberta":
+        one = tokenizers.Tokenizer(models.Unigram())
+        one.normalizer = normalizers.NFKC()
+        one.pre_tokenizer = pre_tokenizers.Metaspace()
+        trained |= {"vocab_size": 90, "unk_token": "<unk>"}
+        trainer = trainers.UnigramTrainer(special_tokens=[*names.values()], **trained)
+    else:
+        special = [*names.values()]
+        if kind == "qwen":
+            special, around = ["<|endoftext|>", "<|im_start|>"], "$A <|endoftext|>"
+            names = {"pad": "<|endoftext|>", "eos": "<|endoftext|>"}
         one = tokenizers.Tokenizer(models.BPE())
         one.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        special = ["<|endoftext|>", "<|im_start|>"]
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, **trained)
-        around = "$A <|endoftext|>"
-    else:
-        names = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
-        special = [*names.values()]
-        if kind == "roberta":
-            one = tokenizers.Tokenizer(models.BPE())
-            one.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-            alphabet = pre_tokenizers.ByteLevel.alphabet()
-            trainer = trainers.BpeTrainer(
-                special_tokens=special, initial_alphabet=alphabet, **trained
-            )
-        else:
-            one = tokenizers.Tokenizer(models.Unigram())
-            one.normalizer = normalizers.NFKC()
-            one.pre_tokenizer = pre_tokenizers.Metaspace()
-            trainer = trainers.UnigramTrainer(
-                special_tokens=special, unk_token="<unk>", show_progress=False, vocab_size=90
-            )
-        around = "<s> $A </s>"
+        trained["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(special_tokens=special, **trained)
     one.train_from_iterator(texts * 3, trainer)
     ids = {name: one.token_to_id(name) for name in names.values()}
     one.post_processor = processors.TemplateProcessing(
         single=around, special_tokens=[(name, ids[name]) for name in around.split() if name != "$A"]
     )
-    fast = {f"{key}_token": name for key, name in names.items()}
-    return PreTrainedTokenizerFast(tokenizer_object=one, **fast)
+    return one, names
 
 
 def make(folder: Path, case: dict[str, Any], texts: list[str]) -> dict[str, Any]:
@@ -111,10 +99,12 @@ def make(folder: Path, case: dict[str, Any], texts: list[str]) -> dict[str, Any]
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    tokenizer = words(case["words"], texts)
+    made, names = tokenizer_of(case["words"], texts)
+    special = {f"{use}_token": name for use, name in names.items()}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **special)
     kind = dict(case["config"])
     config = AutoConfig.for_model(kind.pop("model_type"), vocab_size=len(tokenizer) + 3, **kind)
     model = AutoModel.from_config(config).eval()

@@ -49,7 +49,7 @@ def tree_of(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def raw(model: paddle.nn.Layer, ids: Any) -> np.ndarray[Any, Any]:
+def vectors_of(model: paddle.nn.Layer, ids: Any) -> np.ndarray[Any, Any]:
     model.eval()
     with paddle.no_grad():
         found: np.ndarray[Any, Any] = model(paddle.to_tensor(ids)).numpy()
@@ -57,10 +57,11 @@ def raw(model: paddle.nn.Layer, ids: Any) -> np.ndarray[Any, Any]:
 
 
 def test_the_folder_is_read_back(tmp_path: Path) -> None:
-    folder, done = converted(tmp_path, data__max_query_tokens=8, **KINDS["relu"])
+    changes = KINDS["cls"] | KINDS["relu"]
+    folder, done = converted(tmp_path, data__max_query_tokens=8, **changes)
     assert "it cuts queries after 12 tokens, and training after 8" in done.output
     trained = load_encoder(tmp_path / "run")
-    config = tiny(tmp_path, model__init_from=str(folder), **KINDS["relu"])
+    config = tiny(tmp_path, model__init_from=str(folder), **changes)
     assert config.tokenizer_file == folder / "tokenizer.json"
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     ids = trained.tokenizer.encode(TEXTS, 12)
@@ -69,7 +70,7 @@ def test_the_folder_is_read_back(tmp_path: Path) -> None:
     alone.encode_special_tokens = True
     assert np.array_equal([row.ids for row in alone.encode_batch(TEXTS)], ids)
     again = build_model(config.model, tokenizer.vocab_size)
-    assert np.array_equal(raw(again, ids), raw(trained.model, ids))
+    assert np.array_equal(vectors_of(again, ids), vectors_of(trained.model, ids))
 
 
 def test_the_modules_compute_the_vector_in_order(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_transformers_has_our_vectors(kind: str, tmp_path: Path) -> None:
     # Texts get different vectors: the comparison means something.
     assert abs(vectors - vectors.mean(axis=0)).max() > 0.1
     trained.model.projection = None
-    of_bert = abs(np.array(found[pooling]) - raw(trained.model, ids)).max()
+    of_bert = abs(np.array(found[pooling]) - vectors_of(trained.model, ids)).max()
     print(f"{kind}: largest difference {difference:.2g}, before the projection {of_bert:.2g}")
     assert of_bert < TOLERANCE * 3  # numbers of up to 3
 

@@ -16,9 +16,8 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.app.encoder import ErnieEncoder
 from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Trainer, chunk_search, peak_memory
-from paddle_recompute.app.trainer.chunk_search import CLOSE_ESTIMATE, MemoryProbe, largest_chunks
-from paddle_recompute.app.trainer.peak_memory import Peaks, estimated_peaks, measure_peak
-from paddle_recompute.app.trainer.setup import with_recompute
+from paddle_recompute.app.trainer.chunk_search import MemoryProbe, largest_chunks
+from paddle_recompute.app.trainer.peak_memory import measure_peak
 from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.errors import ConfigError
 from tests.app.trainer.test_trainer import tiny
@@ -85,18 +84,16 @@ def test_as_many_texts_as_the_budget_allows(peak_of: Any, budget: int, texts: in
 
 
 def test_too_small_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: None)
     monkeypatch.setattr(chunk_search, "measure_peak", lambda *_: 1100)
     message = r"memory_budget: 1\.0 KiB is too little; .* one text .*1\.1 KiB.*set contrastive.tile"
     with pytest.raises(ConfigError, match=message):
         probe_of(1024).choose_chunks()
 
 
-def test_without_estimates_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(config: Config, vocab_size: int, chunks: Chunks) -> int:
         return 1000 + 100 * (chunks.tokens // LONGEST if chunks else PAIRS)
 
-    monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: None)
     monkeypatch.setattr(chunk_search, "measure_peak", measured)
     said: list[str] = []
     probe = probe_of(2048, said.append)
@@ -105,63 +102,6 @@ def test_without_estimates_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -
     assert f"each rank encodes {chunks.tokens} tokens at a time (contrastive.chunk_" in said[-1]
     assert probe.choose_chunks(ONE_TEXT) == ONE_TEXT
     assert said[-1].endswith("each rank encodes 12 tokens at a time, as before")
-
-
-@needs_peaks_of_steps
-def test_chunks_are_found_by_estimates_and_verified_by_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    small = {"contrastive__global_batch": 24, "recompute__policy": "budget"}
-    small["recompute__memory_budget"] = "1GiB"
-    config, measured = config_of(None, **small), []
-    for chunks in (ONE_TEXT, Chunks(tokens=6 * LONGEST), Chunks()):
-        peaks = [
-            measure_peak(one, 100, chunks) for one in (with_recompute(config, enable=False), config)
-        ]
-        # This step is so small that vectors and identifiers count: 4 KiB.
-        estimated = estimated_peaks(config, 100, chunks)
-        assert estimated == pytest.approx(peaks, rel=CLOSE_ESTIMATE, abs=4096), chunks
-        measured.append(peaks[1])
-    budget, steps = (measured[0] + measured[2]) // 2, []
-
-    def noted(*arguments: Any) -> int:
-        steps.append(measure_peak(*arguments))
-        return steps[-1]
-
-    monkeypatch.setattr(chunk_search, "measure_peak", noted)
-    chunks = probe_of(budget, **small).choose_chunks()
-    assert LONGEST < chunks.tokens < 24 * LONGEST
-    assert len(steps) == 1 and 0.7 * budget < steps[0] <= budget
-
-
-@needs_peaks_of_steps
-@pytest.mark.parametrize(
-    ("changes", "error", "found", "steps"),
-    [
-        ({}, 0.005, (2999, 1000), [True]),
-        ({}, 0.02, (3000, 1000), [True, False]),
-        ({"recompute__enable": False}, 0.02, (3000, 3000), [False]),
-    ],
-    ids=["estimated", "measured", "it is the one"],
-)
-def test_the_plain_step_is_run_only_where_the_estimate_of_the_other_is_wrong(
-    changes: dict[str, Any],
-    error: float,
-    found: tuple[int, int],
-    steps: list[bool],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def measured(config: Config, *_: Any) -> int:
-        runs.append(config.recompute.enable)
-        return 1000 if config.recompute.enable else 3000
-
-    runs: list[bool] = []
-    estimate = Peaks(2999, int(1000 * (1 + error)))
-    monkeypatch.setattr(chunk_search, "measure_peak", measured)
-    monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: estimate)
-    probe = probe_of(None, train__measure_plain=True, **changes)
-    assert probe.measure(Chunks()) == found
-    assert runs == steps
 
 
 def test_the_plain_step_of_a_run_with_offloaded_parameters_has_none(
@@ -178,17 +118,6 @@ def test_the_plain_step_of_a_run_with_offloaded_parameters_has_none(
     found = probe_of(None, train__measure_plain=True, **offloaded).measure(Chunks())
     assert found == (1000, 1000)
     assert measured_steps == [(True, "host", 2), (False, "none", 1)]
-
-
-@needs_peaks_of_steps
-def test_a_block_that_does_not_fit_leaves_the_chunks_to_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # An estimate reads no weights.
-    config = config_of(None, model__init_from="nowhere/model.safetensors")
-    assert estimated_peaks(config, 100, Chunks()) is not None
-    monkeypatch.setattr(peak_memory, "measure_costs", mock.Mock(side_effect=MemoryError))
-    assert estimated_peaks(config, 100, Chunks()) is None
 
 
 @pytest.mark.parametrize(

@@ -89,10 +89,11 @@ def test_the_first_step_of_a_run_is_that_of_the_plain_loss(
     ("changes", "mode", "chunks"),
     [
         ({"contrastive__positives": "mask"}, "static", None),
-        ({"contrastive__positives": "sum", "contrastive__tile": 16}, "dygraph", 24),
+        ({"contrastive__positives": "mask", "contrastive__tile": 16}, "dygraph", 24),
+        ({"contrastive__positives": "sum"}, "dygraph", 24),
         ({"contrastive__negatives": "given", "contrastive__symmetric": False}, "dygraph", 24),
     ],
-    ids=["mask in a Program", "sum", "given"],
+    ids=["mask in a Program", "mask", "sum", "given"],
 )
 def test_several_positives_and_given_negatives_train(
     changes: dict[str, Any], mode: str, chunks: int | None, folder: Path

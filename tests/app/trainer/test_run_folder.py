@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import socket
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,16 @@ import pytest
 
 from paddle_recompute import _run_folder
 from paddle_recompute.app.launch import RankFailedError, launch_with_restarts, restarts
-from paddle_recompute.app.report import read_metrics, read_records
-from paddle_recompute.app.trainer import Callback, Run, Trainer
+from paddle_recompute.app.report import append_record, read_metrics, read_records
+from paddle_recompute.app.trainer import Callback, Run, Trainer, recorder
 from paddle_recompute.app.trainer.recorder import keep_until
-from paddle_recompute.errors import ConfigError, DataError, LaunchError, OutputError
+from paddle_recompute.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    OutputError,
+)
 from tests.app.trainer.test_trainer import tiny
 
 SHORT = {"train__max_steps": 2, "train__eval_before": False}
@@ -181,3 +190,49 @@ def test_a_fault_while_the_metrics_are_written_again_loses_no_record(
     with pytest.raises(OutputError, match="No space left"):
         keep_until(2, path)
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+
+
+# --------------------------------------------------------------- a full disk, a folder that is gone
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs to mount a disk")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place: Path) -> None:
+    descriptor = os.open(place / "filler", os.O_WRONLY | os.O_CREAT)
+    try:
+        while True:
+            os.write(descriptor, bytes(512))
+    except OSError:
+        os.close(descriptor)
+
+
+def test_a_full_disk_at_a_checkpoint_and_at_the_start(folder: Path, small_disk: Path) -> None:
+    settings = {"train__output_dir": str(small_disk / "run"), "train__save_every": 1}
+    with pytest.raises((CheckpointError, OutputError), match="cannot be written"):
+        Trainer(tiny(folder, **settings, train__max_steps=8, train__keep=8)).run()
+    fill(small_disk)
+    with pytest.raises(ConfigError, match=r"train\.output_dir: .*\(No space left on device\)"):
+        Trainer(tiny(folder, train__output_dir=str(small_disk / "other"))).run()
+
+
+def test_a_folder_that_is_removed_during_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove_and_write(path: Path, record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            shutil.rmtree(folder / "run")
+        append_record(path, record)
+
+    monkeypatch.setattr(recorder, "append_record", remove_and_write)
+    with pytest.raises(OutputError, match=r"metrics\.jsonl: cannot be written .* folder is gone\)"):
+        Trainer(tiny(folder, train__max_steps=5)).run()

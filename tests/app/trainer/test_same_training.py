@@ -47,10 +47,6 @@ WEIGHT_ON_RANKS = 5e-4
 # last bit on. Lars steps are 50 times as large as the others.
 TRUST_RATIO = 2e-5
 
-IS_26 = paddle.__version__.startswith("2.6")
-# Paddle 2.6 adds up gradients in another order in a Program; AdamW makes a step of the noise.
-COMPILED = 2e-5 if IS_26 else 0.0
-
 STILL = {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0}
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 LEARNED: dict[str, Any] = {
@@ -280,16 +276,6 @@ def test_no_batch_of_a_run_has_duplicates(tmp_path: Path) -> None:
     for batch in build_loader(config, data, 0):
         pairs = [data.train[place] for place in batch["index"].tolist()]
         assert len({pair.query for pair in pairs}) == len({p.positive for p in pairs}) == size
-
-
-def test_a_compiled_model_trains_what_it_trains_in_eager_execution(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = {"recompute__enable": not IS_26, "contrastive__chunk_size": 4}
-    eager = train(tmp_path, "eager", "plain", **settings)
-    compiled = train(tmp_path, "compiled", "plain", train__compile="to_static", **settings)
-    assert "The model is compiled" in capsys.readouterr().out
-    assert_close(compiled, eager, loss=COMPILED, weight=COMPILED)
 
 
 INTERRUPTED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -293,13 +293,14 @@ def test_what_cannot_be_run_is_refused(folder: Path, name: str) -> None:
 def test_recompute_and_measuring_memory_change_no_bit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Trainer(tiny(folder)).run()
+    short = {"train__max_steps": 4, "train__eval_before": False}
+    Trainer(tiny(folder, **short)).run()
     plain = {"recompute__enable": False, "train__output_dir": str(folder / "plain")}
-    Trainer(tiny(folder, **plain)).run()
+    Trainer(tiny(folder, **short, **plain)).run()
     assert_same_run(folder / "run", folder / "plain")
     monkeypatch.setattr(chunk_search, "measure_peak", peak_memory.measure_peak)
     measured = {"train__measure": True, "train__output_dir": str(folder / "measured")}
-    record = Trainer(tiny(folder, **measured)).run()
+    record = Trainer(tiny(folder, **short, **measured)).run()
     assert record["peak_bytes"] > 1
     assert_same_run(folder / "run", folder / "measured")
 
