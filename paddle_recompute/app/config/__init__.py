@@ -3,7 +3,6 @@
 from paddle_recompute.app.config._data import DataConfig, default_cache_dir
 from paddle_recompute.app.config._folder import (
     OWN_KEY,
-    ModelFolder,
     model_folder,
     names_there,
     newest_checkpoint,
@@ -22,7 +21,6 @@ __all__ = [
     "Config",
     "DataConfig",
     "ModelConfig",
-    "ModelFolder",
     "Setting",
     "StrategyConfig",
     "check_in_a_program",

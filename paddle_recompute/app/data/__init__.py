@@ -1,6 +1,5 @@
 """Text pairs: reading, mining, splitting, tokens and batches."""
 
-from paddle_recompute.app.data.cedict import mine_cedict
 from paddle_recompute.app.data.judged import JudgedQueries, read_judged
 from paddle_recompute.app.data.lines import parsed
 from paddle_recompute.app.data.loader import PairLoader, Position, build_loader, check_files
@@ -11,7 +10,7 @@ from paddle_recompute.app.data.prepare import (
     check_vocabulary,
     prepare_data,
 )
-from paddle_recompute.app.data.split import Split, normal_form, split_pairs
+from paddle_recompute.app.data.split import normal_form, split_pairs
 from paddle_recompute.app.data.tokenizer import PairTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
@@ -22,12 +21,10 @@ __all__ = [
     "PairTokenizer",
     "Position",
     "PreparedData",
-    "Split",
     "build_loader",
     "check_files",
     "check_vocabulary",
     "load_tokenizer",
-    "mine_cedict",
     "normal_form",
     "parsed",
     "prepare_data",

@@ -2,11 +2,10 @@
 
 from paddle_recompute.app.encoder.ernie import ErnieEncoder, build_model
 from paddle_recompute.app.encoder.hugging_face_config import hugging_face_config
-from paddle_recompute.app.encoder.towers import TwoTowers, encoder_of, encoders_of
+from paddle_recompute.app.encoder.towers import encoder_of, encoders_of
 
 __all__ = [
     "ErnieEncoder",
-    "TwoTowers",
     "build_model",
     "encoder_of",
     "encoders_of",

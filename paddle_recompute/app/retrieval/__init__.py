@@ -12,7 +12,6 @@ from paddle_recompute.app.retrieval.serving import (
     write_weights,
 )
 from paddle_recompute.app.retrieval.trained import (
-    Side,
     TrainedEncoder,
     encode_texts,
     evaluate_encoder,
@@ -22,7 +21,6 @@ from paddle_recompute.app.retrieval.trained import (
 __all__ = [
     "Index",
     "MiningOptions",
-    "Side",
     "TrainedEncoder",
     "encode_batches",
     "encode_file",

@@ -14,12 +14,12 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import (
     Pair,
     PreparedData,
-    Split,
     cedict,
     prepare_data,
     tokenizer_cache,
 )
 from paddle_recompute.app.data.prepare import build_pool
+from paddle_recompute.app.data.split import Split
 from paddle_recompute.errors import DataError, DependencyError, OutputError
 from tests.app.trainer.test_trainer import tiny
 

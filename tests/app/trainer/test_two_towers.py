@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from paddle_recompute._paddle.memory import can_reset_peak
 from paddle_recompute.app.config import Config, ModelConfig
 from paddle_recompute.app.data.prepare import check_vocabulary
-from paddle_recompute.app.encoder import ErnieEncoder, TwoTowers, build_model
+from paddle_recompute.app.encoder import ErnieEncoder, build_model
+from paddle_recompute.app.encoder.towers import TwoTowers
 from paddle_recompute.app.retrieval import encode_texts, load_encoder
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.errors import ConfigError
