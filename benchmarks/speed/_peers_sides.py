@@ -97,7 +97,9 @@ def judge(api: Api, way: str, *, are_caches: bool) -> dict[str, str]:
 
     cases = CACHE_CASES if are_caches else CASES
     return {
-        name: forked(lambda c=case: _verdict(api, c, way, are_caches)).get("verdict", "crash")
+        name: forked(lambda c=case: _verdict(api, c, way, are_caches), 300.0).get(
+            "verdict", "crash"
+        )
         for name, case in cases.items()
     }
 
