@@ -138,11 +138,11 @@ SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     app/parity/test_comparison.py \
     $(addprefix app/retrieval/test_,encode.py evaluation.py hugging_face.py mining.py) \
     $(addprefix app/retrieval/test_,serving.py use.py) \
-    $(addprefix app/trainer/test_,callbacks.py disk_faults.py foreign_weights.py progress.py) \
+    $(addprefix app/trainer/test_,callbacks.py foreign_weights.py progress.py) \
     $(addprefix app/trainer/test_,resume.py run_folder.py same_settings.py signals.py trainer.py) \
     app/trainer/test_validation.py \
     benchmarks $(addprefix distributed/test_,control_port.py control_server.py peer_state.py) \
-    $(addprefix docs/test_,figures.py first_screen.py messages.py pages.py site.py story.py) \
+    $(addprefix docs/test_,figures.py pages.py site.py story.py) \
     fuzz/test_readers.py fuzz/test_what_readers_read.py \
     $(addprefix planner/test_,report.py solve.py verification.py) \
     weights/test_init_from.py test_layers.py test_nested.py test_options.py test_package.py)
