@@ -31,7 +31,6 @@ EVERY = {
     "tests/sharding/test_state.py::test_a_run_goes_on_with_another_number_of_ranks": 2,
     "tests/app/trainer/test_offloaded_runs.py::test_a_run_of_which_a_rank_was_killed_resumes": 3,
 }
-LEFT_OUT: set[str] = set()
 EVERY_ON_26 = {
     _STATIC + "recompute.py::test_a_batch_norm_leaves_its_running_statistics": 2,
     _STATIC + "comparison.py::test_a_right_program_trains_as_if_it_were_not_compared": 2,
@@ -101,8 +100,7 @@ LEFT_OUT_ON_DEVICE = {
 
 def mark_the_rest(items: list[pytest.Item]) -> None:
     """Mark what the check leaves out with this Paddle, on this device, as ``matrix``."""
-    every = EVERY
-    left_out = LEFT_OUT
+    every, left_out = EVERY, set[str]()
     if (_installed._installed_version() or "").startswith("2.6"):
         every, left_out = every | EVERY_ON_26, left_out | LEFT_OUT_ON_26
     if selected.is_selected():

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from benchmarks.harness.record import RESULTS, in_own_process, table, write_record
+from benchmarks.harness.record import ROOT, in_own_process, table, write_record
 from benchmarks.harness.resident import resident
 from paddle_recompute import Index, build_model, encode_texts, load_config, load_encoder
 from paddle_recompute.app.data import load_tokenizer, train_tokenizer
@@ -34,7 +34,7 @@ from paddle_recompute.app.retrieval import mine
 from paddle_recompute.checkpoint import save_checkpoint
 
 DIM, PAIRS, QUERIES, TOP_K, ROUNDS = 128, 512, 256, 100, 3
-CONFIG = RESULTS.parent.parent / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"
+CONFIG = ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"
 
 # Runs with a Python that has faiss: told a number of rounds, it answers each line with the seconds
 # of one search; then it writes the rows.

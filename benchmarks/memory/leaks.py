@@ -112,7 +112,7 @@ def main() -> None:
     num_loops, num_growing = len(verdicts), verdicts.count("**bytes grow**")
     num_flat = sum("**" not in verdict for verdict in verdicts)
     if not wanted:
-        path = write_record(
+        write_record(
             "leaks",
             f"What loops keep after {STEPS} steps",
             "python -m benchmarks.memory.leaks",
@@ -125,7 +125,6 @@ def main() -> None:
                 *table(["loop", "plain: bytes", "objects", "ours: bytes", "objects", ""], rows),
             ],
         )
-        print(path)
     if num_growing:
         sys.exit(f"the bytes of {num_growing} loops grow")
 

@@ -58,8 +58,7 @@ def main() -> None:
     ]
     header = ["rank", "what", f"after {WARM_UP} models", f"after {models}", "more"]
     command, title = "python -m benchmarks.memory.leaks_of_ranks", 'Chains with `offload="ranks"`'
-    body = table(header, rows)
-    print(write_record("leaks_of_ranks", f"{title}, made and dropped", command, body).read_text())
+    write_record("leaks_of_ranks", f"{title}, made and dropped", command, table(header, rows))
     # Of an object that is gone, a reference may wait for the next look through them.
     if any(row[-1] > (models // 2 if row[1] == "objects" else 0) for row in rows):
         sys.exit("what the chains leave grows")

@@ -34,6 +34,7 @@ from typing import Any
 
 from benchmarks.harness.record import (
     RESULTS,
+    ROOT,
     environment,
     hardware_tag,
     in_own_process,
@@ -45,9 +46,9 @@ from benchmarks.memory._planner_runs import measure
 
 ALL = [f"{name}:dygraph" for name in CASES]
 ALL += [f"{name}:static" for name, case in CASES.items() if case.static]
-PARTIAL = RESULTS.parent.parent / "build" / "planner.json"
+PARTIAL = ROOT / "build" / "planner.json"
 """What was measured so far; the record is written at the end."""
-FORMERS = RESULTS.parent.parent / ".venv-formers" / "bin" / "python"
+FORMERS = ROOT / ".venv-formers" / "bin" / "python"
 
 
 def lines_of(found: dict[str, Any]) -> list[str]:

@@ -2,7 +2,8 @@
 
 One real step is measured, with every call of a block recomputed (`measure_costs`). A plain call
 keeps its activations from its forward to its backward, and has no second forward: so the bytes of a
-step in which some calls are plain are those of the measured one, plus what these calls keep then.
+step in which some calls are plain are those of the measured one, plus what these calls keep then. A
+call that keeps parts (``recompute.keep``) adds these until the end of its second forward.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from paddle_recompute.errors import PlanError
 
 PLAIN = "plain"
 WHOLE = "whole"
+Units = tuple[tuple[str, int] | tuple[str, int, str], ...]
+"""Calls that are recomputed: name of the Layer, which of its calls in a pass, and `KEEP` where the
+second forward does not run the parts of ``recompute.keep``.
+"""
+KEEP = "keep"
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,10 @@ class CallCost:
             it is recomputed.
         rise: Most bytes during a plain forward, above the level at its begin.
         seconds: That its recompute takes.
+        parts_kept: Bytes that its parts keep until the end of its recompute.
+        parts_rise: As `rise`, of its forward if the parts are kept.
+        parts_again: As `rise`, of its recompute then.
+        parts_seconds: That its recompute does not take then; 0: no parts are kept.
     """
 
     layer: str
@@ -38,6 +48,10 @@ class CallCost:
     kept: int = 0
     rise: int = 0
     seconds: float = 0.0
+    parts_kept: int = 0
+    parts_rise: int = 0
+    parts_again: int = 0
+    parts_seconds: float = 0.0
 
     @property
     def name(self) -> str:
@@ -74,7 +88,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Point:
-    """A peak of the timeline: where, all bytes that are held, and those that plain calls keep."""
+    """A peak of the timeline: where, all bytes that are held, and those that plain calls and parts
+    keep.
+    """
 
     where: str
     bytes: int
@@ -140,14 +156,22 @@ class StepCosts:
         return cls(**{**data, "calls": calls, "events": tuple(Event(**e) for e in data["events"])})
 
 
-def simulate(costs: StepCosts, whole: Collection[tuple[str, int]]) -> Timeline:
+def keeping(units: Collection[tuple[str, int]]) -> Units:
+    """The `units`, recomputed except for their kept parts."""
+    return tuple((*unit, KEEP) for unit in units)
+
+
+def simulate(costs: StepCosts, whole: Collection[tuple[Any, ...]]) -> Timeline:
     """The bytes and seconds of a step in which the units of `whole` are recomputed."""
-    plain = {n for n, call in enumerate(costs.calls) if call.unit not in whole}
+    keep = {choice[:2]: len(choice) > 2 for choice in whole}
+    plain = {n for n, call in enumerate(costs.calls) if call.unit not in keep}
+    partly = {n for n, call in enumerate(costs.calls) if keep.get(call.unit)}
     seconds = costs.recomputed_seconds - sum(costs.calls[n].seconds for n in plain)
-    return Timeline(tuple(_points(costs, plain)), seconds)
+    seconds -= sum(costs.calls[n].parts_seconds for n in partly)
+    return Timeline(tuple(_points(costs, plain, partly)), seconds)
 
 
-def _points(costs: StepCosts, plain: Collection[int]) -> Iterator[Point]:
+def _points(costs: StepCosts, plain: set[int], partly: set[int]) -> Iterator[Point]:
     base, kept, level = costs.base + costs.excess, 0, 0
     for event in costs.events:
         peak = event.peak
@@ -157,10 +181,19 @@ def _points(costs: StepCosts, plain: Collection[int]) -> Iterator[Point]:
                 peak = max(peak, level + call.rise)
             elif event.kind == "again":  # there is none
                 peak = level
+        elif event.call in partly:
+            call = costs.calls[event.call]
+            if event.kind == "forward":
+                peak = max(peak, level + call.parts_rise)
+            elif event.kind == "again":
+                peak = level + call.parts_again
         yield Point(event.where, base + kept + peak, kept)
         level = event.level
         if event.call in plain:
             kept += {"forward": 1, "before again": -1}.get(event.kind, 0) * call.kept
+        elif event.call in partly:
+            parts = costs.calls[event.call].parts_kept
+            kept += {"forward": 1, "again": -1}.get(event.kind, 0) * parts
 
 
 Merge = Callable[[str, Sequence[Any]], Any]
@@ -206,6 +239,7 @@ def maximum(everywhere: Sequence[StepCosts]) -> StepCosts:
             "build the model in the same way, and give batches of the same structure, on every rank"
         )
     largest = {"base", "kept", "rise", "peak", "level", "seconds", "recomputed_seconds"}
+    largest |= {"parts_kept", "parts_rise", "parts_again", "parts_seconds"}
     return combined(  # type: ignore[no-any-return]
         everywhere, lambda name, values: max(values) if name in largest else values[0]
     )

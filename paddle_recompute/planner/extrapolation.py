@@ -15,6 +15,7 @@ from paddle_recompute.planner.job import Job, check_count
 from paddle_recompute.planner.measured_costs import Progress, measure_costs
 
 _SCALED = {"base", "held", "kept", "rise", "peak", "level"}
+_SCALED |= {"parts_kept", "parts_rise", "parts_again"}
 """Fields with bytes that grow with the rows."""
 
 
@@ -77,7 +78,7 @@ def extrapolated(probes: dict[int, StepCosts], rows: int) -> StepCosts:
         raise PlanError("the step makes other calls with another batch, so it cannot be scaled")
 
     def merge(name: str, values: Sequence[Any]) -> Any:
-        if name in ("seconds", "time", "recomputed_seconds"):
+        if name in ("seconds", "time", "recomputed_seconds", "parts_seconds"):
             # In proportion: a line through two short times would be all noise.
             return values[-1] * rows / sizes[-1]
         return round(_quadratic(sizes, values, rows)) if name in _SCALED else values[0]

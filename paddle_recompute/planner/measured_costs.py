@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,7 +28,15 @@ from paddle_recompute.comparison import StepState
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
-from paddle_recompute.planner.costs import CallCost, Event, StepCosts, maximum, simulate
+from paddle_recompute.planner.costs import (
+    CallCost,
+    Event,
+    StepCosts,
+    Units,
+    keeping,
+    maximum,
+    simulate,
+)
 from paddle_recompute.planner.job import Job
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.recompute import (
@@ -71,7 +80,6 @@ def measure_costs(job: Job, *, progress: Progress | None = None) -> StepCosts:
 
         def everything() -> None:
             wrap_calls(job.model, blocks, of_calls, preserve_rng_state=job.preserve_rng_state)
-            keep_parts(job.model, job.keep, job.blocks)
 
         try:
             costs = run_recorded(job, everything)
@@ -89,6 +97,8 @@ def measure_costs(job: Job, *, progress: Progress | None = None) -> StepCosts:
                 "Layers that loss_fn calls, with gradients enabled"
             )
         costs = _with_costs_in_place(job, costs, everything, progress)
+        if job.keep:
+            costs = _with_costs_of_parts(job, costs, everything)
         gradients = sum(_bytes(p.grad) for p in job.parameters() if p.grad is not None)
     there = {"gradients": gradients} if job.keeps_gradients else {}
     end = costs.events[-1]
@@ -143,12 +153,13 @@ def untouched(job: Job) -> Iterator[None]:
 def treat_units(
     model: paddle.nn.Layer,
     costs: StepCosts,
-    whole: Collection[tuple[str, int]],
+    whole: Units,
     *,
     preserve_rng_state: bool = True,
     keep: Sequence[str] = (),
 ) -> None:
-    """Recompute the units of `whole` and no others of the calls of `costs`; `keep` parts of them.
+    """Recompute the units of `whole` and no others of the calls of `costs`; `keep` parts of those
+    that do.
 
     Raises:
         SelectionError: A pattern of `keep` matches nothing inside of the blocks.
@@ -156,7 +167,8 @@ def treat_units(
     in_order = sorted(costs.calls, key=lambda call: call.number)
     turns = {call.layer: call.number + 1 for call in in_order}
     wrap_calls(model, whole, turns, preserve_rng_state=preserve_rng_state)
-    keep_parts(model, keep, turns)
+    if any(len(choice) > 2 for choice in whole):
+        keep_parts(model, keep, turns)
 
 
 def run_recorded(job: Job, treat: Callable[[], None]) -> StepCosts:
@@ -204,17 +216,9 @@ def _with_costs_in_place(
     while waiting:
         tried = _calls_of_one_step(agreed, waiting)
         plain = {costs.calls[number].unit for number in tried}
-        whole = [unit for unit in costs.units if unit not in plain]
-        treat = partial(
-            treat_units,
-            job.model,
-            costs,
-            whole,
-            preserve_rng_state=job.preserve_rng_state,
-            keep=job.keep,
-        )
+        whole = tuple(unit for unit in costs.units if unit not in plain)
         try:
-            runs = _paired_runs(job, costs, treat, everything)
+            runs = _paired_runs(job, costs, whole, everything)
         except MemoryError:
             if is_distributed():  # the other ranks wait in a collective of this step
                 raise
@@ -222,21 +226,40 @@ def _with_costs_in_place(
             break  # what the second forwards took is near enough to be verified
         kept = _kept(costs, runs[0][1], tried)
         for number in tried:
-            slow, fast = (
-                min(_seconds_around(costs, run, number) for run in several)
-                for several in zip(*runs, strict=True)
-            )
+            seconds = _seconds_saved(costs, runs, number)
             for other in waiting.pop(number):
                 calls[other] = replace(
-                    calls[other],
-                    kept=kept.get(number, calls[other].kept),
-                    seconds=max(0.0, slow - fast),
+                    calls[other], kept=kept.get(number, calls[other].kept), seconds=seconds
                 )
         least = min(least, *(run.recomputed_seconds for run, _ in runs))
         done += len(tried)
         if progress is not None:
             progress(done, done + len(waiting))
     return replace(costs, calls=tuple(calls), recomputed_seconds=least)
+
+
+def _with_costs_of_parts(job: Job, costs: StepCosts, everything: Callable[[], None]) -> StepCosts:
+    """`costs` with what a step showed in which every call keeps the parts of ``job.keep``."""
+    try:
+        runs = _paired_runs(job, costs, keeping(costs.units), everything)
+    except MemoryError as error:
+        raise PlanError(
+            "the step does not fit the device if every block keeps the parts of keep: give fewer "
+            f"patterns ({', '.join(job.keep)}), or a smaller batch"
+        ) from error
+    calls = list(costs.calls)
+    steps = (itertools.pairwise(one.events) for one in (costs, runs[0][1]))
+    for (was, plain), (before, event) in zip(*steps, strict=True):
+        call, rise = calls[event.call], event.peak - before.level
+        if event.kind == "forward" and event.call in costs.with_backward:
+            kept = event.level - before.level - (plain.level - was.level)
+            calls[event.call] = replace(call, parts_rise=rise, parts_kept=kept)
+        elif event.kind == "again":
+            calls[event.call] = replace(call, parts_again=rise)
+    for number in costs.with_backward:
+        seconds = _seconds_saved(costs, runs, number)
+        calls[number] = replace(calls[number], parts_seconds=seconds)
+    return replace(costs, calls=tuple(calls))
 
 
 def _largest_of_ranks(costs: StepCosts) -> StepCosts:
@@ -281,10 +304,12 @@ def _calls_of_one_step(costs: StepCosts, waiting: Collection[int]) -> list[int]:
 def _paired_runs(
     job: Job,
     costs: StepCosts,
-    treat: Callable[[], None],
+    whole: Units,
     everything: Callable[[], None],
 ) -> list[tuple[StepCosts, StepCosts]]:
-    """The step with every call recomputed and the one that `treat` wraps, in turns."""
+    """The step with every call recomputed and the one that recomputes `whole`, in turns."""
+    options: Any = {"preserve_rng_state": job.preserve_rng_state, "keep": job.keep}
+    treat = partial(treat_units, job.model, costs, whole, **options)
     began = now()
     runs = [(costs, run_recorded(job, treat))]
     if is_distributed():  # the ranks' clocks differ
@@ -292,6 +317,17 @@ def _paired_runs(
     while len(runs) < MOST_RUNS and now() - began < SECONDS_OF_REPEATS:
         runs.append((run_recorded(job, everything), run_recorded(job, treat)))
     return runs
+
+
+def _seconds_saved(
+    costs: StepCosts, runs: Sequence[tuple[StepCosts, StepCosts]], number: int
+) -> float:
+    """By how many seconds a call is faster in the second steps of `runs` than in the first."""
+    slow, fast = (
+        min(_seconds_around(costs, run, number) for run in several)
+        for several in zip(*runs, strict=True)
+    )
+    return max(0.0, slow - fast)
 
 
 def _seconds_around(costs: StepCosts, found: StepCosts, number: int) -> float:

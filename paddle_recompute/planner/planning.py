@@ -15,12 +15,12 @@ from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.options import RecomputeConfig, byte_count
-from paddle_recompute.planner.costs import StepCosts, Timeline, simulate
+from paddle_recompute.planner.costs import StepCosts, Timeline, Units, simulate
 from paddle_recompute.planner.extrapolation import costs_of_batch
 from paddle_recompute.planner.job import Job, LossFn
 from paddle_recompute.planner.measured_costs import Progress, measure_costs, untouched
 from paddle_recompute.planner.recompute_plan import RecomputePlan, infeasible, make_plan
-from paddle_recompute.planner.search import Units, choices_of_policy, smallest
+from paddle_recompute.planner.search import choices_of_policy, smallest
 
 MAX_CORRECTIONS = 3
 """How often a plan is made anew after its step was measured."""
@@ -58,7 +58,7 @@ class MemoryEstimate:
         parts = {
             **held,
             "other, held all the time": costs.base - known,
-            "kept by plain blocks": peak.kept,
+            "kept by plain blocks and kept parts": peak.kept,
             "the rest of the step, where its peak is": peak.bytes - costs.base - peak.kept,
         }
         return cls(peak.bytes, timeline.seconds, parts, timeline, peak.where, costs)
@@ -171,7 +171,7 @@ def plan(
         grad_cache: As in `estimate`.
         sync: As in `estimate`.
         checkpoints: As in `estimate`.
-        keep: Patterns as in ``recompute.keep``: the plan makes each block either plain, or
+        keep: Patterns as in ``recompute.keep``: the plan makes each block plain, recomputed, or
             recomputed except for these parts.
         verify: Run forward and backward under the plan and measure them. If they take more than
             predicted, the difference is added to the bytes that the step always holds, and the plan

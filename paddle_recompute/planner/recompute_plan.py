@@ -16,12 +16,12 @@ from paddle_recompute._files import read_json
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
-from paddle_recompute.planner.costs import StepCosts, Timeline, simulate
+from paddle_recompute.planner.costs import StepCosts, Timeline, Units, simulate
 from paddle_recompute.planner.measured_costs import treat_units
-from paddle_recompute.planner.search import Solution, Units, next_faster, smallest, solve
+from paddle_recompute.planner.search import Solution, next_faster, smallest, solve
 from paddle_recompute.recompute import first_wrapped_part, undo_recompute
 
-FORMAT = 7
+FORMAT = 8
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class RecomputePlan:
     Attributes:
         memory_budget: In bytes, parameters and moments included.
         costs: What was measured of the step.
-        choices: The calls that are recomputed.
+        choices: The calls that are recomputed, and whether `keep` keeps parts of them.
         signature: Hash of the model's structure and of the shapes of the batch.
         checkpoints: Patterns of the blocks; None: they were found.
         exact: Whether no other choice of the measured options is faster within the budget;
             otherwise the choices were made as for a chain, and the simulation judged them.
         measured_bytes: The peak of a step that was measured under the plan; None: none was.
         preserve_rng_state: As in `recompute`.
-        keep: Patterns of parts that recomputed blocks keep.
+        keep: Patterns of the parts.
     """
 
     memory_budget: int
@@ -148,7 +148,7 @@ class RecomputePlan:
             checkpoints = rest.pop("checkpoints")
             return cls(
                 costs=StepCosts.from_dict(rest.pop("costs")),
-                choices=tuple((name, number) for name, number in rest.pop("choices")),
+                choices=tuple(map(tuple, rest.pop("choices"))),
                 checkpoints=None if checkpoints is None else tuple(checkpoints),
                 keep=tuple(rest.pop("keep")),
                 **rest,
@@ -223,16 +223,21 @@ class RecomputePlan:
 
     def _runs(self) -> Iterator[str]:
         """Runs of neighbours that are treated alike: "layers.0 to layers.5: whole, -38 MiB ..."."""
-        kept = f", keeps {', '.join(self.keep)}" if self.keep else ""
+        keep = {choice[:2]: len(choice) > 2 for choice in self.choices}
         first_pass = [call for call in self.costs.calls if call.pass_number == 0]
-        for is_whole, run in itertools.groupby(first_pass, lambda call: call.unit in self.choices):
+        for keeps, run in itertools.groupby(first_pass, lambda call: keep.get(call.unit)):
             calls = list(run)
             names = calls[0].name if len(calls) == 1 else f"{calls[0].name} to {calls[-1].name}"
             saved, seconds = sum(call.kept for call in calls), sum(call.seconds for call in calls)
-            if is_whole:
-                yield f"{names}: whole{kept}, {format_bytes(-saved)} for {seconds * 1e3:+.1f} ms"
-            else:
+            kept = ""
+            if keeps:
+                kept = f", keeps {', '.join(self.keep)}"
+                saved -= sum(call.parts_kept for call in calls)
+                seconds -= sum(call.parts_seconds for call in calls)
+            if keeps is None:
                 yield f"{names}: plain"
+            else:
+                yield f"{names}: whole{kept}, {format_bytes(-saved)} for {seconds * 1e3:+.1f} ms"
 
 
 def make_plan(

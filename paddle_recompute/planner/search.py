@@ -1,5 +1,5 @@
 """The planner's search: which calls to recompute, so that a step stays within a budget of bytes and
-takes the least time.
+takes the least time. A call is plain, recomputed, or recomputed except for the parts of ``keep``.
 
 If the backward visits the calls in the reverse order of the forward, they form a chain, and the
 calls that are alive at an `Event` (after their forward, before their backward) are the first ones
@@ -13,18 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from paddle_recompute.errors import PlanError
 from paddle_recompute.options import RecomputeConfig
-from paddle_recompute.planner.costs import PLAIN, StepCosts, Timeline, simulate
+from paddle_recompute.planner.costs import PLAIN, StepCosts, Timeline, Units, keeping, simulate
 from paddle_recompute.recompute import grouped
 
 MAX_LABELS = 1000
 """Labels after one call; of more than these, equally spaced ones are kept."""
 SAME = 1 - 1e-9
 """A time is less than another only below this factor of it: equal sums differ in the last bits."""
-Units = tuple[tuple[str, int], ...]
-"""Calls that are recomputed: name of the Layer, and which of its calls in a pass."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def uniform(costs: StepCosts, option: str) -> Units:
 
 
 def choices_of_policy(costs: StepCosts, config: RecomputeConfig | None) -> Units:
-    """The calls that `config` recomputes: those of the Layers that it selects.
+    """The calls that `config` recomputes: those of the Layers that it selects; with its `keep`.
 
     Raises:
         PlanError: The policy is ``budget`` or ``segments``.
@@ -69,11 +68,13 @@ def choices_of_policy(costs: StepCosts, config: RecomputeConfig | None) -> Units
         raise PlanError(f"policy: {config.policy} is not estimated; use plan()")
     groups = grouped(list(dict.fromkeys(call.layer for call in costs.calls)), config)
     chosen = {name for names in groups for name in names}
-    return tuple(unit for unit in costs.units if unit[0] in chosen)
+    units = tuple(unit for unit in costs.units if unit[0] in chosen)
+    return keeping(units) if config.keep else units
 
 
-def _solution(costs: StepCosts, whole: Collection[tuple[str, int]], exact: bool = True) -> Solution:
-    chosen = tuple(unit for unit in costs.units if unit in whole)
+def _solution(costs: StepCosts, whole: Collection[Any], exact: bool = True) -> Solution:
+    both = zip(costs.units, keeping(costs.units), strict=True)
+    chosen = tuple(choice for choices in both for choice in choices if choice in whole)
     return Solution(chosen, simulate(costs, chosen), exact)
 
 
@@ -104,9 +105,9 @@ def solve(costs: StepCosts, budget: int) -> Solution | None:
             return None
         whole = set(least.whole)
     if not chain.is_exact:
-        for unit in sorted(whole, key=lambda unit: -chain.seconds[unit]):
-            if _solution(costs, whole - {unit}).peak <= budget:
-                whole = whole - {unit}
+        for choice in sorted(whole, key=lambda choice: -chain.seconds[choice[:2]]):
+            if _solution(costs, whole - {choice}).peak <= budget:
+                whole = whole - {choice}
     return _solution(costs, whole, chain.is_exact)
 
 
@@ -144,14 +145,19 @@ class _Chain:
         places = {unit: index for index, unit in enumerate(self._order)}
         self.is_exact = True
         self.seconds = dict.fromkeys(self._order, 0.0)
-        self._kept = dict.fromkeys(self._order, 0)
+        self._kept, self._parts = dict.fromkeys(self._order, 0), dict.fromkeys(self._order, 0)
+        self._parts_seconds = dict.fromkeys(self._order, 0.0)
         for call in calls:
             self.seconds[call.unit] += call.seconds
+            self._parts_seconds[call.unit] += call.parts_seconds
             self._kept[call.unit] = max(self._kept[call.unit], call.kept)
+            self._parts[call.unit] = max(self._parts[call.unit], call.parts_kept)
         count = len(self._order)
-        # By how many first units may be alive; then by unit, while it runs recomputed, or plain.
+        # By how many first units may be alive; then by unit, while it runs recomputed, plain, or
+        # with parts kept.
         self._peak_around = [0] * (count + 1)
         self._peak_recomputed, self._peak_plain = [0] * count, [0] * count
+        self._peak_partly = [0] * count
         alive: set[int] = set()
         level, with_backward = 0, costs.with_backward
         for event in costs.events:
@@ -164,9 +170,11 @@ class _Chain:
                 number = max(number, place)
             if is_run and number == place:
                 self._peak_recomputed[place] = max(self._peak_recomputed[place], event.peak)
-                rise = calls[event.call].rise if event.kind == "forward" else 0
-                least = event.peak if event.kind == "forward" else 0
+                call, is_first = calls[event.call], event.kind == "forward"
+                rise, least = (call.rise, event.peak) if is_first else (0, 0)
                 self._peak_plain[place] = max(self._peak_plain[place], least, level + rise)
+                parts = call.parts_rise if is_first else call.parts_kept + call.parts_again
+                self._peak_partly[place] = max(self._peak_partly[place], least, level + parts)
             else:
                 self._peak_around[number] = max(self._peak_around[number], event.peak)
             level = event.level
@@ -175,7 +183,7 @@ class _Chain:
             elif event.kind == "before again":
                 alive.discard(event.call)
 
-    def fastest(self, room: int) -> set[tuple[str, int]] | None:
+    def fastest(self, room: int) -> set[tuple[Any, ...]] | None:
         """The units to recompute within `room` bytes; None if that is too little."""
         labels: list[tuple[int, float, int]] = [(0, 0.0, 0)]  # bytes, seconds, bits of units
         for index, unit in enumerate(self._order):
@@ -193,12 +201,20 @@ class _Chain:
                 for size, time, bits in labels
                 if size <= min(limit, if_plain)
             ]
+            if saved := self._parts_seconds[unit]:
+                parts, if_partly = self._parts[unit], room - self._peak_partly[index]
+                found += [
+                    (size + parts, time + seconds - saved, bits | 1 << index + len(self._order))
+                    for size, time, bits in labels
+                    if size <= min(limit, if_partly)
+                ]
             labels = _pareto_minimal(found)
         last = [label for label in labels if label[0] <= room - self._peak_around[-1]]
         if not last:
             return None
         bits = min(last, key=lambda label: label[1])[2]
-        return {unit for index, unit in enumerate(self._order) if bits >> index & 1}
+        both = [*self._order, *keeping(self._order)]
+        return {choice for index, choice in enumerate(both) if bits >> index & 1}
 
 
 def _pareto_minimal(labels: list[tuple[int, float, int]]) -> list[tuple[int, float, int]]:

@@ -13,6 +13,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
@@ -49,7 +50,7 @@ from paddle_recompute.recompute._hooks import (
 )
 from paddle_recompute.recompute._offload import InputStorage, OnDevice
 from paddle_recompute.recompute._recomputation import KeptCall, Recomputation, StopRecomputation
-from paddle_recompute.recompute.layer import WrappedLayer
+from paddle_recompute.recompute.layer import WrappedLayer, thread
 
 
 @paddle.jit.not_to_static
@@ -86,6 +87,8 @@ def keep(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> y = recompute(lambda x: x + keep(down, up(x).tanh()), paddle.ones([2, 4]))
         >>> y.sum().backward()
     """
+    if not thread.keeps:
+        return function(*args, **kwargs)
     if not is_dygraph():
         with kept_operators():
             return function(*args, **kwargs)
@@ -130,6 +133,7 @@ def __getattr__(name: str) -> Any:  # a pickle looks for the class of `keeping` 
     raise AttributeError(name)
 
 
+@dataclass(slots=True)
 class _Part:
     """One call of `keep` in a first forward.
 
@@ -143,15 +147,12 @@ class _Part:
         has_returned: Whether its first forward returned; if it raised, it runs again.
     """
 
-    __slots__ = ("called", "has_returned", "name", "outputs", "state", "ties")
-
-    def __init__(self, function: Callable[..., Any], given: list[paddle.Tensor]) -> None:
-        self.name = f"keep({name_of(function)})"
-        self.called = _described(function, given)
-        self.ties: list[tuple[int, TensorMetadata, TensorMetadata]] = []
-        self.outputs: Any = None
-        self.state = StateAfter()
-        self.has_returned = False
+    name: str
+    called: str
+    ties: list[tuple[int, TensorMetadata, TensorMetadata]] = field(default_factory=list)
+    outputs: Any = None
+    state: StateAfter = field(default_factory=StateAfter)
+    has_returned: bool = False
 
 
 def _described(function: Callable[..., Any], given: list[paddle.Tensor]) -> str:
@@ -164,7 +165,7 @@ def _first(
     """Run a part in a first forward; `frames` are the enclosing ones, the innermost first."""
     given = [*_nested.tensors_in((args, kwargs))]
     stamps = [*map(stamp_of, given)]
-    part = _Part(function, given)
+    part = _Part(f"keep({name_of(function)})", _described(function, given))
     recorder = _Keeping(frames[0], given, part.ties)
     part.state.begin(getattr(function, "__self__", None))
     begin_recording(recorder)

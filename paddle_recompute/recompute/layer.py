@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
@@ -28,6 +29,17 @@ skip_sot_in_files_below(os.path.dirname(__file__))
 _wrapped_classes: dict[tuple[type, type], type[paddle.nn.Layer]] = {}
 
 AnyLayer = TypeVar("AnyLayer", bound=paddle.nn.Layer)
+Treatment = bool | None
+"""Of a call in a plan: None: it is plain; else recomputed, and whether `keep` keeps parts of it."""
+
+
+class _Thread(threading.local):
+    """Whether `keep` keeps anything in this thread."""
+
+    keeps = True
+
+
+thread = _Thread()
 
 
 class WrappedLayer(paddle.nn.Layer):
@@ -79,8 +91,8 @@ class RecomputeLayer(WrappedLayer):
     _recompute_options: RecomputeOptions
     _recompute_name: str
     _recompute_mark: Mark
-    _recompute_plan: tuple[bool, ...]
-    """For each call in a step, whether it is recomputed; empty: every call is."""
+    _recompute_plan: tuple[Treatment, ...]
+    """For each call in a step, how it is treated; empty: every call is recomputed."""
     _recompute_next: int
     """The number of the next call in the plan."""
     _recompute_forward_count: int
@@ -89,20 +101,29 @@ class RecomputeLayer(WrappedLayer):
         """The Layer's own call, recomputed in the backward."""
         if not is_recomputing():
             self._recompute_forward_count += 1
-        if self._recompute_plan and not self._is_next_recomputed():
+        treatment = self._next_treatment() if self._recompute_plan else True
+        if treatment is None:
             return super().__call__(*args, **kwargs)
+        function = super().__call__ if treatment else self._call_without_keep
         return run_recomputed(
-            super().__call__, args, kwargs, self._recompute_options, mark=self._recompute_mark
+            function, args, kwargs, self._recompute_options, mark=self._recompute_mark
         )
 
-    def _is_next_recomputed(self) -> bool:
+    def _call_without_keep(self, *args: Any, **kwargs: Any) -> Any:
+        before, thread.keeps = thread.keeps, False
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            thread.keeps = before
+
+    def _next_treatment(self) -> Treatment:
         # Inside a frame both runs must do the same, so there is no counting there.
         if is_dygraph() and (is_inside_a_frame() or not paddle.is_grad_enabled()):
-            return False
+            return None
         plan = self._recompute_plan
-        is_recomputed = plan[self._recompute_next % len(plan)]
+        treatment = plan[self._recompute_next % len(plan)]
         self._recompute_next += 1
-        return is_recomputed
+        return treatment
 
 
 class RecomputedFunction:
@@ -187,7 +208,7 @@ def wrap(
     name: str,
     *,
     mark: Mark = NO_SEGMENT,
-    plan: tuple[bool, ...] = (),
+    plan: tuple[Treatment, ...] = (),
 ) -> AnyLayer:
     """`recompute_wrapper` with all options of the policies and of a plan.
 
@@ -196,7 +217,7 @@ def wrap(
         options: Of `recompute`.
         name: As in `recompute_wrapper`.
         mark: How its calls are marked in a Program.
-        plan: For each call in a step, whether it is recomputed; empty: every call is. The calls
+        plan: For each call in a step, how it is treated; empty: every call is recomputed. The calls
             that build a graph are counted, which is right as long as every step makes the same
             calls; otherwise a call is recomputed as another one, which costs memory or time
             and changes no number.

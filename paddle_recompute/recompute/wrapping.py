@@ -15,6 +15,7 @@ from paddle_recompute.recompute.kept import KeptFunction, keeping
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
+    Treatment,
     WrappedLayer,
     replace_class,
     wrap,
@@ -27,7 +28,7 @@ WRAPPED = (RecomputeLayer, RecomputedFunction, FleetRecomputeLayer)
 
 def wrap_calls(
     model: paddle.nn.Layer,
-    calls: Iterable[tuple[str, int]],
+    calls: Iterable[tuple[Any, ...]],
     num_calls: Mapping[str, int],
     *,
     preserve_rng_state: bool = True,
@@ -36,17 +37,18 @@ def wrap_calls(
 
     Args:
         model: Its Layers are wrapped in place.
-        calls: Name of a Layer, and which of its calls in a step, from 0.
+        calls: Name of a Layer, and which of its calls in a step, from 0; a third element where
+            `keep` keeps parts of it.
         num_calls: How often each Layer is called in a step.
         preserve_rng_state: As in `recompute`.
     """
     layers = dict(model.named_sublayers(include_self=True))
-    plans = {name: [False] * num for name, num in num_calls.items()}
-    for name, call in calls:
-        plans[name][call] = True
+    plans: dict[str, list[Treatment]] = {name: [None] * num for name, num in num_calls.items()}
+    for name, call, *keeps in calls:
+        plans[name][call] = bool(keeps)
     options = RecomputeOptions(preserve_rng_state)
     for name, plan in plans.items():
-        if any(plan):
+        if plan.count(None) < len(plan):
             wrap(layers[name], options, name, plan=tuple(plan))
 
 

@@ -248,83 +248,72 @@ def test_a_layer_list_is_a_pair() -> None:
     assert all(one is not None for one in gradients(encoders))
 
 
-@pytest.mark.parametrize(
-    ("query", "positive", "message"),
-    [
-        (texts(1), texts(2, 5), "query has 24 rows and positive has 5"),
-        (EMPTY, EMPTY, "query has 0 rows; a batch needs at least one"),
-        ((texts(1), texts(1, 3)), texts(2), r"query\[1\] has 3 rows and query\[0\] has 24"),
-        ({"ids": texts(1).numpy().astype("uint16")}, texts(2), r"query\['ids'\] is .* of uint16"),
-        (texts(1), np.array(["猫"] * BATCH), "positive is a NumPy array of <U1; allowed are bool"),
-        (texts(1), (texts(2), np.zeros([])), r"positive\[1\] is a tensor without axes"),
-        (texts(1), np.zeros([5, 3], "int64"), "query has 24 rows and positive has 5"),
-        ("猫", texts(2), r"query \(str\) contains no Tensor"),
-        (MappingProxyType({"ids": texts(1)}), texts(2), r"query \(mappingproxy\) contains no"),
-        (texts(1), paddle.create_parameter([BATCH, 4], "float32"), "positive needs a gradient"),
-    ],
-)
-def test_inputs_that_are_refused(query: Any, positive: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        GradCache(make(1), criterion, chunk_size=8).backward(query, positive)
-
-
-def test_tokens_that_are_not_there_or_cut_twice() -> None:
-    images = paddle.rand([4, 3])
-    with pytest.raises(ConfigError, match="query has no integer or boolean tensor of shape"):
-        GradCache(make(1), criterion, chunk_tokens=8).backward(images, images)
-    with pytest.raises(ConfigError, match="all inputs have tokens; give one of them"):
-        GradCache(make(1), criterion, chunk_size=4, chunk_tokens=8).backward(texts(1), texts(2))
-
-
-@pytest.mark.parametrize("lengths", [[1, 2], [0.5] * BATCH, [[1]] * BATCH])
-def test_lengths_that_are_refused(lengths: Any) -> None:
-    cache = GradCache(make(1), criterion, chunk_tokens=8, length_of=lambda _: lengths)
-    with pytest.raises(DataError, match=r"length_of\(query\) returned .* one whole number per row"):
-        cache.backward(texts(1), texts(2))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda x: x.mean(axis=0), DataError, r"got 7 rows and returned output of shape \[16\]"),
-        (lambda x: (x, x.mean()), DataError, r"got 7 rows and returned output\[1\] of shape \[\]"),
-        (lambda x: x.argmax(axis=1), DataError, "returned no floating-point Tensor"),
-        (lambda x: None, DataError, "returned no floating-point Tensor"),
-        (
-            lambda x: x if len(x) == SIZE else (x, x),
-            DataError,
-            r"returned output for its first chunk and output\[0\]",
-        ),
-        *(
+IMAGES = paddle.rand([4, 3])
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"inputs": (query, positive)}, message)
+        for query, positive, message in (
+            (texts(1), texts(2, 5), "query has 24 rows and positive has 5"),
+            (EMPTY, EMPTY, "query has 0 rows; a batch needs at least one"),
+            ((texts(1), texts(1, 3)), texts(2), r"query\[1\] has 3 rows and query\[0\] has 24"),
             (
-                lambda x, constant=constant: (x, constant(len(x))),
-                DataError,
-                r"returned output\[1\].* for its first chunk and",
-            )
-            for constant in (np.float64, int, str, lambda number: [0] * number)
-        ),
-        (lambda x: x.detach(), ConfigError, "no encoder's output needs a gradient"),
-    ],
-)
-def test_outputs_that_are_refused(change: Any, error: type[Exception], message: str) -> None:
-    encoder = make(1)
-    with pytest.raises(error, match=message):
-        GradCache(lambda ids: change(encoder(ids)), criterion, chunk_size=SIZE).backward(
-            texts(1), texts(2)
+                {"ids": texts(1).numpy().astype("uint16")},
+                texts(2),
+                r"\['ids'\] is .* of uint16",
+            ),
+            (
+                texts(1),
+                np.array(["猫"] * BATCH),
+                "is a NumPy array of <U1; allowed are bool",
+            ),
+            (texts(1), (texts(2), np.zeros([])), r"positive\[1\] is a tensor without axes"),
+            (texts(1), np.zeros([5, 3], "int64"), "query has 24 rows and positive has 5"),
+            ("猫", texts(2), r"query \(str\) contains no Tensor"),
+            (MappingProxyType({"ids": texts(1)}), texts(2), r"query \(mappingproxy\) contains no"),
+            (texts(1), paddle.create_parameter([BATCH, 4], "float32"), "positive needs a gradient"),
         )
+    ),
+    ({"inputs": (IMAGES, IMAGES), "chunk_tokens": 8}, "query has no integer or boolean tensor of"),
+    ({"chunk_size": 4, "chunk_tokens": 8}, "all inputs have tokens; give one of them"),
+    *(
+        (
+            {"chunk_tokens": 8, "length_of": lambda _, lengths=lengths: lengths},
+            r"length_of\(query\) returned .* one whole number per row",
+        )
+        for lengths in ([1, 2], [0.5] * BATCH, [[1]] * BATCH)
+    ),
+    *(
+        ({"output": output}, message)
+        for output, message in (
+            (lambda x: x.mean(axis=0), r"got 7 rows and returned output of shape \[16\]"),
+            (lambda x: (x, x.mean()), r"got 7 rows and returned output\[1\] of shape \[\]"),
+            (lambda x: x.argmax(axis=1), "returned no floating-point Tensor"),
+            (lambda x: None, "returned no floating-point Tensor"),
+            (lambda x: x if len(x) == SIZE else (x, x), r"for its first chunk and output\[0\]"),
+            (lambda x: (x, float(len(x))), r"returned output\[1\].* for its first chunk and"),
+            (lambda x: (x, [0] * len(x)), r"returned output\[1\].* for its first chunk and"),
+            (lambda x: x.detach(), "no encoder's output needs a gradient"),
+        )
+    ),
+    (
+        {"loss": lambda q, p: q * p},
+        r"must return a scalar Tensor; it returned the shape \[24",
+    ),
+    ({"loss": lambda q, p: 1.0}, "must return a scalar Tensor; it returned 1.0"),
+    ({"loss": lambda q, p: q.detach().mean()}, "does not use the embeddings, or detaches them"),
+]
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (lambda q, p: q * p, r"must return a scalar Tensor; it returned the shape \[24, 16\]"),
-        (lambda q, p: 1.0, "must return a scalar Tensor; it returned 1.0"),
-        (lambda q, p: q.detach().mean(), "does not use the embeddings, or detaches them"),
-    ],
-)
-def test_losses_that_are_refused(loss: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        GradCache(make(1), loss, chunk_size=SIZE).backward(texts(1), texts(2))
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_is_refused(given: dict[str, Any], message: str) -> None:
+    """Inputs, tokens, outputs and losses."""
+    parts = {"inputs": (texts(1), texts(2)), "output": lambda x: x, "loss": criterion}
+    inputs, output, loss = (given.get(name, default) for name, default in parts.items())
+    options = {name: one for name, one in given.items() if name not in parts}
+    encoder = make(1)
+    cache = GradCache(lambda ids: output(encoder(ids)), loss, **options or {"chunk_size": SIZE})
+    with pytest.raises((ConfigError, DataError), match=message):
+        cache.backward(*inputs)
 
 
 def test_where_there_is_no_gradient_to_compute() -> None:

@@ -103,6 +103,33 @@ def heads(x: Tensor, by: int) -> Tensor:
     return paddle.unbind(parts, axis=0)[by % 2]
 
 
+def best(x: Tensor, by: int) -> Tensor:
+    """What a router chooses: integers, and the weights that belong to them."""
+    scores = F.softmax(rows(x))
+    weights, chosen = scores.topk(2, axis=-1)
+    return weights.sum() * rows(x).reshape([-1])[chosen.reshape([-1])]
+
+
+def sampled(x: Tensor, by: int) -> Tensor:
+    score = F.softmax(rows(x).reshape([-1, 4])).detach()
+    return x * (1 + paddle.multinomial(score, 1).astype("float32").mean() * 0.1)
+
+
+class Remembering(paddle.nn.Layer):
+    """Reads and writes a buffer, and assigns a tensor to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", paddle.zeros([4]))
+        self.last = paddle.zeros([4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with paddle.no_grad():
+            self.mean.set_value(self.mean * 0.5 + x.reshape([-1, 4]).mean(0))
+        before, self.last = self.last, x.detach().reshape([-1, 4]).mean(0)
+        return x * (1 + self.mean.clone()) + before
+
+
 class Turned(paddle.autograd.PyLayer):
     """Saves a transposed tensor."""
 
@@ -125,6 +152,8 @@ SMOOTH: dict[str, Callable[[Tensor, int], Tensor]] = {
     "gelu": lambda x, by: F.gelu(x),
     "softmax": lambda x, by: F.softmax(x) if x.shape else F.sigmoid(x),
     "mean": lambda x, by: x.mean(-1, keepdim=True) if x.shape else own(x),
+    "narrow": lambda x, by: x.astype("float64").tanh().astype("float32"),
+    "best": best,
 }
 VIEWS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "turn": turn,
@@ -170,9 +199,11 @@ RANDOM: dict[str, Callable[[Tensor, int], Tensor]] = {
     "NumPy noise": lambda x, by: x * float(np.random.rand()),
     "Python noise": lambda x, by: x * random.random(),
     "dropout": lambda x, by: F.dropout(x, 0.3),
+    "sampled": sampled,
 }
 LAYERS: dict[str, Callable[[], paddle.nn.Layer]] = {
     "Linear": lambda: paddle.nn.Linear(4, 4),
+    "remembering": Remembering,
     "BatchNorm": lambda: paddle.nn.BatchNorm1D(4),
     "LayerNorm": lambda: paddle.nn.LayerNorm(4),
     "Dropout": lambda: paddle.nn.Dropout(0.4),

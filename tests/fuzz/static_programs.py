@@ -53,9 +53,9 @@ class Graph:
         self.values.append(data())
         self.values.append(self.new_layer()(self.values[0]))
         for number in range(self.length):
-            instruction = self.random.choice(INSTRUCTIONS)
-            self.lines.append(instruction.__name__)
-            value = instruction(self)
+            name = self.random.choice(NAMES)
+            self.lines.append(name)
+            value = INSTRUCTIONS[name](self)
             self.values.append(value)
             marks, backs = self.random.random() < how_often, self.random.random() < 0.3
             if marks:
@@ -95,50 +95,31 @@ class Graph:
 # ------------------------------------------------------------------------------ instructions
 
 
+SIMPLE: dict[str, Instruction] = {
+    "exponential": lambda graph: paddle.exp(-paddle.abs(graph.pick())),
+    "linear": lambda graph: graph.new_layer()(graph.pick()),
+    "shared_linear": lambda graph: graph.random.choice(graph.layers)(graph.pick()),
+    "add": lambda graph: graph.pick() + graph.pick(),
+    "multiply": lambda graph: paddle.tanh(graph.pick()) * graph.pick(),
+    "scale": lambda graph: graph.pick() * graph.number(-2, 2) + graph.number(-1, 1),
+    "divide": lambda graph: graph.pick() / (1.5 + paddle.tanh(graph.pick())),
+    "norm": lambda graph: functional.layer_norm(graph.pick(), [HIDDEN]),
+    "batch_norm": lambda graph: paddle.nn.BatchNorm1D(HIDDEN)(graph.pick()),
+    "unsqueezed": lambda graph: paddle.squeeze(
+        functional.gelu(paddle.unsqueeze(graph.pick(), 1)), 1
+    ),
+    "summed": lambda graph: paddle.add_n([graph.pick(), graph.pick(), graph.pick()]) * 0.5,
+}
+
+
 def activation(graph: Graph) -> Any:
     kind = graph.random.choice(["tanh", "gelu", "sigmoid", "relu", "silu", "softmax", "elu"])
     return getattr(functional, kind)(graph.pick())
 
 
-def exponential(graph: Graph) -> Any:
-    return paddle.exp(-paddle.abs(graph.pick()))
-
-
-def linear(graph: Graph) -> Any:
-    return graph.new_layer()(graph.pick())
-
-
-def shared_linear(graph: Graph) -> Any:
-    return graph.random.choice(graph.layers)(graph.pick())
-
-
 def tied(graph: Graph) -> Any:
     layer = graph.random.choice(graph.layers)
     return paddle.tanh(paddle.matmul(graph.pick(), layer.weight, transpose_y=True))
-
-
-def add(graph: Graph) -> Any:
-    return graph.pick() + graph.pick()
-
-
-def multiply(graph: Graph) -> Any:
-    return paddle.tanh(graph.pick()) * graph.pick()
-
-
-def scale(graph: Graph) -> Any:
-    return graph.pick() * graph.number(-2, 2) + graph.number(-1, 1)
-
-
-def divide(graph: Graph) -> Any:
-    return graph.pick() / (1.5 + paddle.tanh(graph.pick()))
-
-
-def norm(graph: Graph) -> Any:
-    return functional.layer_norm(graph.pick(), [HIDDEN])
-
-
-def batch_norm(graph: Graph) -> Any:
-    return paddle.nn.BatchNorm1D(HIDDEN)(graph.pick())
 
 
 def split_concat(graph: Graph) -> Any:
@@ -161,10 +142,6 @@ def reshaped(graph: Graph) -> Any:
     return paddle.reshape(paddle.tanh(x), [-1, HIDDEN])
 
 
-def unsqueezed(graph: Graph) -> Any:
-    return paddle.squeeze(functional.gelu(paddle.unsqueeze(graph.pick(), 1)), 1)
-
-
 def sliced(graph: Graph) -> Any:
     x = graph.pick()
     return paddle.concat([x[:, 1:], x[:, :1] * 2], axis=-1)
@@ -182,10 +159,6 @@ def chosen(graph: Graph) -> Any:
 def reduced(graph: Graph) -> Any:
     x = graph.pick()
     return x - x.mean(axis=-1, keepdim=True) + graph.pick().max(axis=0, keepdim=True)
-
-
-def summed(graph: Graph) -> Any:
-    return paddle.add_n([graph.pick(), graph.pick(), graph.pick()]) * 0.5
 
 
 def stacked(graph: Graph) -> Any:
@@ -353,12 +326,17 @@ def counted(graph: Graph) -> Any:
     return x
 
 
-INSTRUCTIONS: list[Instruction] = [
-    activation, exponential, linear, shared_linear, tied, add, multiply, scale, divide, norm,
-    batch_norm, split_concat, attention, reshaped, unsqueezed, sliced, gathered, chosen, reduced,
-    summed, stacked, dropout, noise, alpha_dropout, detached, detached, detached_parameter,
-    assigned, passed_on, branch, loop, block, block, alias_block, frozen, written, counted,
-    written_alias,
-]  # fmt: skip
+INSTRUCTIONS: dict[str, Instruction] = {
+    **SIMPLE,
+    **{
+        one.__name__: one
+        for one in (
+            activation, tied, split_concat, attention, reshaped, sliced, gathered, chosen, reduced,
+            stacked, dropout, noise, alpha_dropout, detached, detached_parameter, assigned,
+            passed_on, branch, loop, block, alias_block, frozen, written, counted, written_alias,
+        )
+    },
+}  # fmt: skip
 if IS_PIR:  # Paddle 2.6 refuses an assignment to parts outside of to_static
-    INSTRUCTIONS.append(written_parts)
+    INSTRUCTIONS["written_parts"] = written_parts
+NAMES = [*INSTRUCTIONS, "detached", "block"]  # these two twice as often

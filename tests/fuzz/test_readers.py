@@ -1,6 +1,6 @@
 """Whatever bytes a file holds, a reader returns or raises an error of the library's own.
 
-`READER_EXAMPLES` sets the number of examples of each test: 40 in a test run;
+`READER_EXAMPLES` sets the number of examples of each test: 25 in a test run;
 ``make fuzz-readers READER_EXAMPLES=100000`` for a night.
 """
 
@@ -34,7 +34,7 @@ from tests.test_checkpoint import STATES, save
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-readers-"))
 bounded = settings(
-    max_examples=int(os.environ.get("READER_EXAMPLES", "40")),
+    max_examples=int(os.environ.get("READER_EXAMPLES", "25")),
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

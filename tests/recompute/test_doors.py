@@ -101,6 +101,7 @@ CHANGES: dict[str, Callable[[Block], object]] = {
     "a global": lambda block: _rebind_global(),
     "the p of Dropout": lambda block: setattr(block.dropout, "p", 0.9),
     "the flag": lambda block: block.eval(),
+    "stop_gradient": lambda block: setattr(block.linear.weight, "stop_gradient", True),
     "a sublayer": lambda block: setattr(block, "dropout", paddle.nn.Dropout(0.9)),
     "a hook": lambda block: block.dropout.register_forward_post_hook(lambda *_: _[-1] * 3),
     "a buffer": lambda block: setattr(block.warming_up, "mean", paddle.ones([4])),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute import ContrastiveLoss, GradCache, OffloadSequential, recompute
-from paddle_recompute.offload import resident
-from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf, loss_of
+from paddle_recompute import recompute
+from tests.recompute.contract import Run, Seen, case, leaf, loss_of
 
 Tensor = paddle.Tensor
 
@@ -108,52 +106,6 @@ def test_a_forward_that_freezes(run: Run) -> Seen:
         losses[-1].backward()
         flags.append([one.stop_gradient for one in block.parameters()])
     return {"losses": losses, "block": block, "x": x, "y": y, "flags": flags}
-
-
-def test_in_an_offloaded_chain() -> None:
-    class Both(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.adapters = TwoAdapters()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.adapters(x, x * 2)
-
-    def outcome(is_offloaded: bool) -> Seen:
-        blocks, x = [Both(), Both()], leaf(3, 4)
-        for block in blocks:
-            freeze(block.adapters.b)
-        chain: Any = paddle.nn.Sequential(*blocks)
-        if is_offloaded:
-            chain = OffloadSequential(chain, num_shards=2, offload="host")
-        loss = loss_of(chain(x * 2))
-        for block in blocks:
-            freeze(block.adapters.a)
-            freeze(block.adapters.b, frozen=False)
-        loss.backward()
-        with resident(chain) if is_offloaded else contextlib.nullcontext():
-            gradients = [p.grad if p.grad is None else p.grad.clone() for p in chain.parameters()]
-        return {"loss": loss, "x": x, "gradients": gradients}
-
-    assert_as_plain(outcome, True, False)
-
-
-def test_in_the_gradient_cache() -> None:
-    """The encoder freezes a half of itself, another one in each step."""
-    block, x = FreezesItself(), paddle.randn([4, 4])
-    cache = GradCache(lambda x: block(x, x * 2), ContrastiveLoss(0.1), chunk_size=2)
-    cache.backward(x, x * 3)
-    trained = [one.grad is not None for one in block.parameters()]
-    assert trained == [True, True, False, False]
-    block.clear_gradients()
-    block.task = 1
-    cache.backward(x, x * 3)
-    assert block.adapters.b.weight.grad.abs().sum() > 0
-    wanted = block.adapters.b.weight.grad.clone()
-    block.adapters.b.clear_gradients()
-    ContrastiveLoss(0.1)(block(x, x * 2), block(x * 3, x * 6)).backward()
-    # float32 sums over the rows of two chunks.
-    assert paddle.allclose(block.adapters.b.weight.grad, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("fails", [False, True])

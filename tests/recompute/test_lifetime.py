@@ -207,7 +207,7 @@ class Router(paddle.nn.Layer):
 
 
 def router_steps(
-    way: str, stored: str, *, uses_loss: bool, num_steps: int = 5
+    way: str, stored: str, *, uses_loss: bool, num_steps: int = 3
 ) -> tuple[list[int], paddle.nn.Layer, weakref.ref[Any], int]:
     """The bytes in use after each step; the model, one of its blocks, and the bytes before it."""
     before = _memory.current_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import paddle
 import pytest
 
 from paddle_recompute.recompute import recompute
-from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf, plain, step
+from tests.recompute.contract import Run, Seen, case, leaf, plain, step
 
 View = Callable[[paddle.Tensor], paddle.Tensor]
 
@@ -113,17 +112,6 @@ def test_py_layer(run: Run) -> Seen:
     y = run(lambda x: SavesATurned.apply(first(x), VIEWS["transposed"]).tanh(), x * 2)
     y.sum().backward()
     return {"y": y, "x": x, "first": first}
-
-
-@pytest.mark.parametrize("view", list(VIEWS)[::3])
-@pytest.mark.parametrize("options", [{"offload": "disk"}, {"determinism_check": "values"}], ids=str)
-def test_options(view: str, options: dict[str, Any]) -> None:
-    def outcome(run: Run) -> Seen:
-        first, _, x = net()
-        run(lambda t: (t * t).tanh(), VIEWS[view](first(x))).sum().backward()
-        return {"x": x, "first": first}
-
-    assert_as_plain(outcome, functools.partial(recompute, **options))
 
 
 class Scaled(paddle.nn.Layer):

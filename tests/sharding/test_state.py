@@ -139,4 +139,17 @@ def check_only_who_keeps_the_state_gets_it() -> None:
     assert bool(training.step.state_dict(keep=keeps)["optimizer"]) is keeps
 
 
-test_on_two_ranks = each_on_ranks(check_only_who_keeps_the_state_gets_it)
+def check_the_state_of_the_optimizer_itself_goes_out_and_in() -> None:
+    training = Training(CASES[0], sharded=True).run(0, 1)
+    optimizer = training.optimizer
+    state = {name: np.array(np.asarray(one)) for name, one in optimizer.state_dict().items()}
+    training.run(1, 2)
+    assert not equal(optimizer.state_dict(), state)
+    optimizer.set_state_dict(state)
+    assert equal(optimizer.state_dict(), state)
+
+
+test_on_two_ranks = each_on_ranks(
+    check_only_who_keeps_the_state_gets_it,
+    check_the_state_of_the_optimizer_itself_goes_out_and_in,
+)

@@ -63,19 +63,9 @@ class Judgements:
 
     @classmethod
     def single(cls, target: NDArray[np.integer[Any]]) -> Judgements:
-        """One answer for each query, `target` ``[queries]``, of grade 1.
-
-        Raises:
-            DataError: `target` has another type or shape.
-        """
-        if target.ndim != 1 or target.dtype.kind not in "iu":
-            raise DataError(
-                f"received targets of shape {target.shape}, {target.dtype}; allowed is one integer "
-                "for each query"
-            )
+        """One answer for each query, `target` ``[queries]``, of grade 1."""
         count = len(target)
-        rows = np.maximum(target, -1).astype(np.int64)
-        return cls(np.arange(count), rows, np.ones(count, np.int64))
+        return cls(np.arange(count), target.astype(np.int64), np.ones(count, np.int64))
 
     def of_queries(self, first: int, last: int) -> slice:
         """The rows of the queries `first` to before `last`."""
@@ -243,11 +233,10 @@ def retrieval_metrics(
         another candidate has, too), integers.
 
     Raises:
-        DataError: Shapes or dtypes do not fit together, an answer is no row of the pool or
-            excluded, or a vector is not finite.
+        DataError: An answer is excluded, or a vector is not finite.
     """
     judged = target if isinstance(target, Judgements) else Judgements.single(target)
-    _check(query, pool, judged, ks, tile)
+    _check_finite(query, pool)
     without = np.full(len(query), -1) if excluded is None else excluded
     if np.any(without[judged.query] == judged.candidate):
         raise DataError("an answer is excluded from the candidates of its query; leave one out")
@@ -309,25 +298,7 @@ def _lengths(vectors: Vectors) -> NDArray[np.float64]:
     return np.sqrt(squares)
 
 
-def _check(query: Vectors, pool: Vectors, judged: Judgements, ks: Sequence[int], tile: int) -> None:
-    if query.ndim != 2 or pool.ndim != 2 or query.shape[1] != pool.shape[1]:
-        raise DataError(
-            f"received queries of shape {query.shape} and a pool of shape {pool.shape}; allowed "
-            "are [n, dim] and [m, dim]"
-        )
-    answered, target = np.unique(judged.query), judged.candidate
-    if not len(query) or not np.array_equal(answered, np.arange(len(query))):
-        raise DataError(
-            f"received {len(query)} queries, and answers to {len(answered)}; each of at least "
-            "one query needs an answer"
-        )
-    if -1 in target or target.max() >= len(pool):
-        raise DataError(
-            f"received targets from {target.min()} to {target.max()}; allowed are the rows of the "
-            f"pool, 0 to {len(pool) - 1}"
-        )
-    if tile < 1 or any(k < 1 for k in ks):
-        raise DataError(f"received ks={tuple(ks)} and tile={tile}; all must be at least 1")
+def _check_finite(query: Vectors, pool: Vectors) -> None:
     for name, vectors in (("queries", query), ("pool", pool)):
         bad = np.flatnonzero(~np.isfinite(_lengths(vectors)))
         if bad.size:

@@ -32,7 +32,7 @@ from paddle_recompute.app.retrieval.encoding import (
     write_at,
 )
 from paddle_recompute.app.retrieval.index import Index
-from paddle_recompute.app.retrieval.trained import TrainedEncoder, check_count, encode_texts
+from paddle_recompute.app.retrieval.trained import TrainedEncoder, encode_texts
 from paddle_recompute.errors import DataError
 
 _BLOCK = 256
@@ -54,7 +54,7 @@ class MiningOptions:
             magnitude; None: any score.
 
     Raises:
-        DataError: A count, the order of the ranks, or a margin is not possible.
+        DataError: The ranks are none.
     """
 
     num_negatives: int = 5
@@ -64,16 +64,10 @@ class MiningOptions:
     relative_margin: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_negatives", "first_rank", "last_rank"):
-            check_count(name, getattr(self, name))
-        margins = [margin for margin in (self.margin, self.relative_margin) if margin is not None]
-        are_numbers = all(
-            isinstance(margin, float | int) and 0 <= margin <= 2 for margin in margins
-        )
-        if not are_numbers or self.first_rank > self.last_rank:
+        if not 1 <= self.first_rank <= self.last_rank:
             raise DataError(
-                f"received ranks {self.first_rank} to {self.last_rank} and margins {margins}; "
-                "the first rank is at most the last, and a margin is a number from 0 to 2"
+                f"received ranks {self.first_rank} to {self.last_rank}; the first is at least 1, "
+                "and at most the last"
             )
 
     def highest_score(self, positive: NDArray[np.float32]) -> NDArray[np.float64]:
