@@ -86,11 +86,11 @@ class SelfAttention(AttentionCore, MultiHeadAttention):
     ) -> paddle.Tensor:
         """From ``[batch, length, hidden]`` to the same; `attn_mask` of floats is added."""
         heads = [0, 0, self.num_heads, self.head_dim]
-        states = [self.q_proj(query), self.k_proj(key), self.v_proj(value)]
-        query, key, value = (one.reshape(heads) for one in states)
+        projected = [self.q_proj(query), self.k_proj(key), self.v_proj(value)]
+        query, key, value = (states.reshape(heads) for states in projected)
         is_fused = self.is_fused(query)
         if not is_fused:
-            query, key, value = (one.transpose([0, 2, 1, 3]) for one in (query, key, value))
+            query, key, value = (states.transpose([0, 2, 1, 3]) for states in (query, key, value))
         found = self.attend(query, key, value, attn_mask, is_fused)
         if not is_fused:
             found = found.transpose([0, 2, 1, 3])
