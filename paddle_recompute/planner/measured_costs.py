@@ -248,7 +248,7 @@ def _with_costs_of_parts(job: Job, costs: StepCosts, everything: Callable[[], No
             f"patterns ({', '.join(job.keep)}), or a smaller batch"
         ) from error
     calls = list(costs.calls)
-    steps = (itertools.pairwise(one.events) for one in (costs, runs[0][1]))
+    steps = (itertools.pairwise(run.events) for run in (costs, runs[0][1]))
     for (was, plain), (before, event) in zip(*steps, strict=True):
         call, rise = calls[event.call], event.peak - before.level
         if event.kind == "forward" and event.call in costs.with_backward:

@@ -29,7 +29,7 @@ skip_sot_in_files_below(os.path.dirname(__file__))
 _wrapped_classes: dict[tuple[type, type], type[paddle.nn.Layer]] = {}
 
 AnyLayer = TypeVar("AnyLayer", bound=paddle.nn.Layer)
-Treatment = bool | None
+Planned = bool | None
 """Of a call in a plan: None: it is plain; else recomputed, and whether `keep` keeps parts of it."""
 
 
@@ -91,7 +91,7 @@ class RecomputeLayer(WrappedLayer):
     _recompute_options: RecomputeOptions
     _recompute_name: str
     _recompute_mark: Mark
-    _recompute_plan: tuple[Treatment, ...]
+    _recompute_plan: tuple[Planned, ...]
     """For each call in a step, how it is treated; empty: every call is recomputed."""
     _recompute_next: int
     """The number of the next call in the plan."""
@@ -101,10 +101,10 @@ class RecomputeLayer(WrappedLayer):
         """The Layer's own call, recomputed in the backward."""
         if not is_recomputing():
             self._recompute_forward_count += 1
-        treatment = self._next_treatment() if self._recompute_plan else True
-        if treatment is None:
+        planned = self._next_in_plan() if self._recompute_plan else True
+        if planned is None:
             return super().__call__(*args, **kwargs)
-        function = super().__call__ if treatment else self._call_without_keep
+        function = super().__call__ if planned else self._call_without_keep
         return run_recomputed(
             function, args, kwargs, self._recompute_options, mark=self._recompute_mark
         )
@@ -116,14 +116,14 @@ class RecomputeLayer(WrappedLayer):
         finally:
             thread.keeps = before
 
-    def _next_treatment(self) -> Treatment:
+    def _next_in_plan(self) -> Planned:
         # Inside a frame both runs must do the same, so there is no counting there.
         if is_dygraph() and (is_inside_a_frame() or not paddle.is_grad_enabled()):
             return None
         plan = self._recompute_plan
-        treatment = plan[self._recompute_next % len(plan)]
+        planned = plan[self._recompute_next % len(plan)]
         self._recompute_next += 1
-        return treatment
+        return planned
 
 
 class RecomputedFunction:
@@ -208,7 +208,7 @@ def wrap(
     name: str,
     *,
     mark: Mark = NO_SEGMENT,
-    plan: tuple[Treatment, ...] = (),
+    plan: tuple[Planned, ...] = (),
 ) -> AnyLayer:
     """`recompute_wrapper` with all options of the policies and of a plan.
 

@@ -13,9 +13,9 @@ from paddle_recompute.recompute._parts import named_parts
 from paddle_recompute.recompute.function import RecomputeOptions
 from paddle_recompute.recompute.kept import KeptFunction, keeping
 from paddle_recompute.recompute.layer import (
+    Planned,
     RecomputedFunction,
     RecomputeLayer,
-    Treatment,
     WrappedLayer,
     replace_class,
     wrap,
@@ -43,7 +43,7 @@ def wrap_calls(
         preserve_rng_state: As in `recompute`.
     """
     layers = dict(model.named_sublayers(include_self=True))
-    plans: dict[str, list[Treatment]] = {name: [None] * num for name, num in num_calls.items()}
+    plans: dict[str, list[Planned]] = {name: [None] * num for name, num in num_calls.items()}
     for name, call, *keeps in calls:
         plans[name][call] = bool(keeps)
     options = RecomputeOptions(preserve_rng_state)

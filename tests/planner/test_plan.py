@@ -439,7 +439,7 @@ def test_a_budget_that_is_too_small_is_refused() -> None:
     assert "smallest feasible budget" in str(found)
 
 
-def test_what_blocks_keep_is_counted_and_named() -> None:
+def test_what_blocks_keep_is_counted() -> None:
     """Of each block the outputs of its two linear layers."""
     job = job_of("encoder")
     config = RecomputeConfig(checkpoints=["layers.*"])
@@ -447,13 +447,8 @@ def test_what_blocks_keep_is_counted_and_named() -> None:
         estimate(job.model, job.batch, squared, recompute=replace(config, keep=keep)).peak_bytes
         for keep in ([], ["layers.*.linear?"])
     ]
-    found = planned(job, peaks[1] + 4096, keep=["layers.*.linear?"])
     kept = 4 * 8 * 16 * (4 * 32 + 32)
     assert 3 * kept <= peaks[1] - peaks[0] <= 4 * kept
-    assert ": whole, keeps layers.*.linear?, " in str(found)
-    assert RecomputePlan.from_dict(found.to_dict()) == found
-    with pytest.raises(SelectionError, match="keep: the pattern"):
-        planned(job, 2**40, keep=["layers.*.attend"])
 
 
 def test_a_plan_is_kept_in_a_file(tmp_path: Path) -> None:
