@@ -90,11 +90,7 @@ class SelfAttention(AttentionCore, MultiHeadAttention):
         query, key, value = (states.reshape(heads) for states in projected)
         is_fused = self.is_fused(query)
         if not is_fused:
-<<<<<<< HEAD
             query, key, value = (x.transpose([0, 2, 1, 3]) for x in (query, key, value))
-=======
-            query, key, value = (states.transpose([0, 2, 1, 3]) for states in (query, key, value))
->>>>>>> h-sel
         found = self.attend(query, key, value, attn_mask, is_fused)
         if not is_fused:
             found = found.transpose([0, 2, 1, 3])

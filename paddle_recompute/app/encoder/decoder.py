@@ -106,11 +106,7 @@ class GroupedAttention(AttentionCore, Layer):
         else:  # [batch, groups, heads of a group, length, dim]
             query = query.reshape([0, 0, self._groups, -1, self.head_dim])
             query = query.transpose([0, 2, 3, 1, 4])
-<<<<<<< HEAD
             key, value = (x.transpose([0, 2, 1, 3]).unsqueeze(2) for x in (key, value))
-=======
-            key, value = (states.transpose([0, 2, 1, 3]).unsqueeze(2) for states in (key, value))
->>>>>>> h-sel
             found = self.attend(query, key, value, added.unsqueeze(1)).transpose([0, 3, 1, 2, 4])
         return self.o_proj(found.reshape([0, 0, self._heads * self.head_dim]))
 
