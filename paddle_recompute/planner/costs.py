@@ -54,6 +54,11 @@ class CallCost:
     parts_seconds: float = 0.0
 
     @property
+    def has_parts(self) -> bool:
+        """Whether a pattern of ``keep`` selects a part of it."""
+        return bool(self.parts_rise or self.parts_again)
+
+    @property
     def name(self) -> str:
         """``encoder.layers.3``, or ``encoder.layers.3#2`` for its second call."""
         return f"{self.layer}#{self.number + 1}" if self.number else self.layer
@@ -165,7 +170,7 @@ def simulate(costs: StepCosts, whole: Collection[tuple[Any, ...]]) -> Timeline:
     """The bytes and seconds of a step in which the units of `whole` are recomputed."""
     keep = {choice[:2]: len(choice) > 2 for choice in whole}
     plain = {n for n, call in enumerate(costs.calls) if call.unit not in keep}
-    partly = {n for n, call in enumerate(costs.calls) if keep.get(call.unit)}
+    partly = {n for n, call in enumerate(costs.calls) if call.has_parts and keep.get(call.unit)}
     seconds = costs.recomputed_seconds - sum(costs.calls[n].seconds for n in plain)
     seconds -= sum(costs.calls[n].parts_seconds for n in partly)
     return Timeline(tuple(_points(costs, plain, partly)), seconds)

@@ -42,6 +42,7 @@ from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.recompute import (
     first_wrapped_part,
     keep_parts,
+    kept_parts,
     observed,
     undo_recompute,
     wrap_calls,
@@ -248,15 +249,23 @@ def _with_costs_of_parts(job: Job, costs: StepCosts, everything: Callable[[], No
             f"patterns ({', '.join(job.keep)}), or a smaller batch"
         ) from error
     calls = list(costs.calls)
+    parts = kept_parts(job.model, job.keep, job.blocks)
+    numbers = [
+        number
+        for number, call in enumerate(calls)
+        if any(part.startswith(f"{call.layer}.") for part in parts)
+    ]
     steps = (itertools.pairwise(run.events) for run in (costs, runs[0][1]))
     for (was, plain), (before, event) in zip(*steps, strict=True):
+        if event.call not in numbers:
+            continue
         call, rise = calls[event.call], event.peak - before.level
         if event.kind == "forward" and event.call in costs.with_backward:
             kept = event.level - before.level - (plain.level - was.level)
             calls[event.call] = replace(call, parts_rise=rise, parts_kept=kept)
         elif event.kind == "again":
             calls[event.call] = replace(call, parts_again=rise)
-    for number in costs.with_backward:
+    for number in costs.with_backward.intersection(numbers):
         seconds = _seconds_saved(costs, runs, number)
         calls[number] = replace(calls[number], parts_seconds=seconds)
     return replace(costs, calls=tuple(calls))
@@ -312,6 +321,12 @@ def _paired_runs(
     treat = partial(treat_units, job.model, costs, whole, **options)
     began = now()
     runs = [(costs, run_recorded(job, treat))]
+    first, second = ([call.layer for call in run.calls] for run in runs[0])
+    if first != second:
+        raise PlanError(
+            "two steps with the same batch call different blocks, so a plan of one does not hold "
+            "for the next: let every step make the same calls (no LayerDrop)"
+        )
     if is_distributed():  # the ranks' clocks differ
         return runs
     while len(runs) < MOST_RUNS and now() - began < SECONDS_OF_REPEATS:

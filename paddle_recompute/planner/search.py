@@ -17,7 +17,15 @@ from typing import Any
 
 from paddle_recompute.errors import PlanError
 from paddle_recompute.options import RecomputeConfig
-from paddle_recompute.planner.costs import PLAIN, StepCosts, Timeline, Units, keeping, simulate
+from paddle_recompute.planner.costs import (
+    KEEP,
+    PLAIN,
+    StepCosts,
+    Timeline,
+    Units,
+    keeping,
+    simulate,
+)
 from paddle_recompute.recompute import grouped
 
 MAX_LABELS = 1000
@@ -69,22 +77,39 @@ def choices_of_policy(costs: StepCosts, config: RecomputeConfig | None) -> Units
     groups = grouped(list(dict.fromkeys(call.layer for call in costs.calls)), config)
     chosen = {name for names in groups for name in names}
     units = tuple(unit for unit in costs.units if unit[0] in chosen)
-    return keeping(units) if config.keep else units
+    return _with_parts(costs, units) if config.keep else units
+
+
+def _with_parts(costs: StepCosts, units: Collection[tuple[str, int]]) -> Units:
+    """The `units`, recomputed except for their kept parts where they have some."""
+    some = {call.unit for call in costs.calls if call.has_parts}
+    return tuple((*unit, KEEP) if unit in some else unit for unit in units)
 
 
 def _solution(costs: StepCosts, whole: Collection[Any], exact: bool = True) -> Solution:
-    both = zip(costs.units, keeping(costs.units), strict=True)
-    chosen = tuple(choice for choices in both for choice in choices if choice in whole)
+    chosen = tuple(
+        choice for unit in costs.units for choice in (unit, *keeping([unit])) if choice in whole
+    )
     return Solution(chosen, simulate(costs, chosen), exact)
 
 
 def smallest(costs: StepCosts) -> Solution:
-    """The solution with the smallest peak: all calls recomputed, or those that keep bytes."""
-    kept = {call.unit for call in costs.calls if call.kept > 0}
-    return min(
-        (_solution(costs, units) for units in (kept, costs.units)),
-        key=lambda solution: solution.peak,
-    )
+    """The solution with the smallest peak: of all choices in a chain, to a 4096th of the step's
+    bytes; else of those that the search finds.
+    """
+    kept = list(dict.fromkeys(call.unit for call in costs.calls if call.kept > 0))
+    alike = (kept, costs.units, _with_parts(costs, kept), _with_parts(costs, costs.units), ())
+    least = min((_solution(costs, choices) for choices in alike), key=lambda found: found.peak)
+    chain, low, close = _Chain(costs), costs.base, max(1, (least.peak - costs.base) // 4096)
+    while least.peak - low > close:
+        middle = (low + least.peak) // 2
+        whole = chain.fastest(middle - costs.base - costs.excess)
+        found = least if whole is None else _solution(costs, whole, chain.is_exact)
+        if found.peak < least.peak:
+            least = found
+        else:
+            low = middle
+    return least
 
 
 def solve(costs: StepCosts, budget: int) -> Solution | None:
@@ -147,6 +172,7 @@ class _Chain:
         self.seconds = dict.fromkeys(self._order, 0.0)
         self._kept, self._parts = dict.fromkeys(self._order, 0), dict.fromkeys(self._order, 0)
         self._parts_seconds = dict.fromkeys(self._order, 0.0)
+        self._with_parts = {call.unit for call in calls if call.has_parts}
         for call in calls:
             self.seconds[call.unit] += call.seconds
             self._parts_seconds[call.unit] += call.parts_seconds
@@ -201,10 +227,11 @@ class _Chain:
                 for size, time, bits in labels
                 if size <= min(limit, if_plain)
             ]
-            if saved := self._parts_seconds[unit]:
+            if unit in self._with_parts:
                 parts, if_partly = self._parts[unit], room - self._peak_partly[index]
+                partly = seconds - self._parts_seconds[unit]
                 found += [
-                    (size + parts, time + seconds - saved, bits | 1 << index + len(self._order))
+                    (size + parts, time + partly, bits | 1 << index + len(self._order))
                     for size, time, bits in labels
                     if size <= min(limit, if_partly)
                 ]

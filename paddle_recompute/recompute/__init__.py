@@ -32,6 +32,7 @@ from paddle_recompute.recompute.layer_selection import (
     check_patterns,
     grouped,
     keep_parts,
+    kept_parts,
     layers_matching,
 )
 from paddle_recompute.recompute.wrapping import (
@@ -64,6 +65,7 @@ __all__ = [
     "is_recomputing",
     "keep",
     "keep_parts",
+    "kept_parts",
     "layers_matching",
     "observed",
     "passes_input_through",

@@ -24,7 +24,7 @@ from paddle_recompute.recompute._fleet import wrap_with_fleet
 from paddle_recompute.recompute._parts import is_cheap, join, named_parts
 from paddle_recompute.recompute.function import RecomputeOptions
 from paddle_recompute.recompute.program.marked_call import Mark
-from paddle_recompute.recompute.wrapping import WRAPPED, keep_part, wrap_part
+from paddle_recompute.recompute.wrapping import WRAPPED, is_kept, keep_part, wrap_part
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -205,10 +205,17 @@ def keep_parts(model: paddle.nn.Layer, patterns: Sequence[str], wrapped: Collect
     Raises:
         SelectionError: A pattern matches nothing, or something else.
     """
-    kept = _kept(*named_parts(model), patterns, wrapped)
+    kept = kept_parts(model, patterns, wrapped)
     owners = dict(model.named_sublayers(include_self=True))
     for name in kept:
         keep_part(owners, name)
+
+
+def kept_parts(
+    model: paddle.nn.Layer, patterns: Sequence[str], wrapped: Collection[str]
+) -> tuple[str, ...]:
+    """The names of what `keep_parts` keeps."""
+    return _kept(*named_parts(model), patterns, wrapped)
 
 
 def _kept(
@@ -233,6 +240,11 @@ def _kept(
         if not name.startswith(tuple(f"{outer}." for outer in wrapped)):
             raise SelectionError(
                 f"keep selects '{name}', which is in no recomputed part ({listed([*wrapped])})"
+            )
+        if is_kept(parts, name):
+            raise SelectionError(
+                f"keep selects '{name}', which is kept already; leave it out, or call "
+                "apply_recompute only once"
             )
     inside = _inside_another(found)
     return tuple(name for name in found if name not in inside)

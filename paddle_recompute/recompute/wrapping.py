@@ -79,6 +79,14 @@ def keep_part(owners: Mapping[str, paddle.nn.Layer], name: str) -> None:
         replace_class(owner, keeping(attribute))
 
 
+def is_kept(parts: Mapping[str, Any], name: str) -> bool:
+    """Whether `keep_part` has been called for `name`, one of `parts` or a method of one."""
+    if name in parts:
+        return isinstance(parts[name], KeptFunction | keeping("__call__"))
+    owner_name, _, attribute = name.rpartition(".")
+    return isinstance(parts[owner_name], keeping(attribute))
+
+
 def first_wrapped_part(model: paddle.nn.Layer) -> str | None:
     """The name of the first part of `model` that is already wrapped; None: no part is."""
     for name, part in named_parts(model)[0].items():

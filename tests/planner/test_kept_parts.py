@@ -174,8 +174,8 @@ def test_a_plan_keeps_parts_where_the_budget_allows_it() -> None:
     )
     low, high = smallest(costs).peak, simulate(costs, ()).peak.bytes
     seen = set()
-    for part in range(9):
-        budget = low + (high - low) * part // 8
+    for part in range(17):
+        budget = low + (high - low) * part // 16
         found = make_plan(costs, budget, signature=job.signature(), keep=tuple(KEEP))
         keeps = [len(choice) > 2 for choice in found.choices]
         seen.add((len(keeps), sum(keeps)))
@@ -299,3 +299,55 @@ def test_the_rest_of_a_configuration_keeps_as_before() -> None:
     apply_recompute(model, RecomputeConfig(checkpoints=["layers.*"], keep=KEEP))
     model(x).sum().backward()
     assert model.layers[0].calls == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_that_save_no_time_are_kept_where_only_that_is_within_the_budget(seed: int) -> None:
+    costs = chain_with_parts(4, seed)
+    calls = [
+        replace(call, parts_kept=1, parts_rise=2, parts_again=3, parts_seconds=0.0)
+        for call in costs.calls
+    ]
+    costs = replace(costs, calls=tuple(calls))
+    least = min(simulate(costs, choices).peak.bytes for choices in every_choice(costs))
+    found = solve(costs, least)
+    assert found is not None and found.peak == smallest(costs).peak == least
+
+
+@measured
+def test_a_block_without_the_parts_keeps_none() -> None:
+    """Whatever the clocks say."""
+    model = paddle.nn.Sequential(
+        *(
+            paddle.nn.Sequential(paddle.nn.Linear(8, 8), layer)
+            for layer in (paddle.nn.Tanh(), linear())
+        )
+    )
+    job = Job(model, paddle.ones([4, 8]), squared, checkpoints=["0", "1"], keep=["1.1"])
+    first, second = measure_costs(job).calls
+    assert not first.has_parts and first.parts_seconds == 0.0 and second.has_parts
+
+
+def linear() -> paddle.nn.Layer:
+    return paddle.nn.Linear(8, 8)
+
+
+@measured
+def test_a_step_that_calls_other_blocks_each_time_is_refused() -> None:
+    job = job_of()
+    job.model.forward = Dropped(job.model)
+    with pytest.raises(PlanError, match="call different blocks"):
+        measure_costs(job)
+
+
+class Dropped:
+    """A forward that calls one block less each time, from the second step on."""
+
+    def __init__(self, model: Any) -> None:
+        self._layers, self._calls = list(model.layers), 0
+
+    def __call__(self, x: paddle.Tensor, *args: Any) -> paddle.Tensor:
+        self._calls += 1
+        for layer in self._layers[: 1 + self._calls % 2]:
+            x = layer(x)
+        return x

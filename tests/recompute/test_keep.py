@@ -647,3 +647,14 @@ def test_what_is_kept_is_freed_with_the_graph_and_by_the_backward() -> None:
         linear(x).sum().backward()
         x.clear_gradient(), inner.clear_gradients()
         assert memory.current_bytes() == before
+
+
+@pytest.mark.parametrize("part", ["q_proj", "_prepare_qkv"])
+def test_what_is_kept_already_is_refused_before_anything_is_wrapped(part: str) -> None:
+    model = paddle.nn.TransformerEncoder(paddle.nn.TransformerEncoderLayer(8, 2, 16), 2)
+    keep_it = [f"layers.*.self_attn.{part}"]
+    apply_recompute(model, RecomputeConfig(checkpoints=["layers.*.self_attn"], keep=keep_it))
+    classes = [type(layer) for layer in model.sublayers()]
+    with pytest.raises(SelectionError, match=r"'layers\.0\.self_attn\.\w+', which is kept already"):
+        apply_recompute(model, RecomputeConfig(checkpoints=["layers.*"], keep=keep_it))
+    assert [type(layer) for layer in model.sublayers()] == classes
