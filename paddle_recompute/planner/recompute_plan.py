@@ -314,6 +314,7 @@ def infeasible(
         size, how = min(measured), "measured"
     else:
         size, how = least.peak, "predicted"
+    size = -(-size // 1024) * 1024  # the same step may take some bytes more the next time
     found = f"the smallest feasible budget is {format_bytes(size)} ({size} bytes, {how})"
     return (
         f"no plan stays within {format_bytes(memory_budget)}: {found}, of which "
