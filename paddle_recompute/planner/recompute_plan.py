@@ -311,10 +311,10 @@ def infeasible(
             lower = [parts, *lower]
     lower.append("keep the parameters of the blocks elsewhere (recompute.offload_parameters)")
     if measured:
-        size, how = min(measured), "measured"
+        # In KiB: the same step may take some bytes more the next time.
+        size, how = -(-min(measured) // 1024) * 1024, "measured"
     else:
         size, how = least.peak, "predicted"
-    size = -(-size // 1024) * 1024  # the same step may take some bytes more the next time
     found = f"the smallest feasible budget is {format_bytes(size)} ({size} bytes, {how})"
     return (
         f"no plan stays within {format_bytes(memory_budget)}: {found}, of which "
