@@ -14,6 +14,7 @@ import paddle
 
 from paddle_recompute._files import read_json
 from paddle_recompute._paddle.memory import format_bytes
+from paddle_recompute.distributed import is_distributed
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import StepCosts, Timeline, Units, simulate
@@ -284,7 +285,7 @@ def make_plan(
 
 
 _SHARD = (
-    "spread the optimizer's state over more ranks (strategy.sharding: true, or ShardedOptimizer)"
+    "spread the optimizer's state over the ranks (strategy.sharding: true, or ShardedOptimizer)"
 )
 
 
@@ -299,13 +300,13 @@ def infeasible(
         least: What has the smallest predicted peak.
         measured: The peaks of the plans that were measured, in bytes; empty: none was.
     """
-    peak, held = least.timeline.peak, costs.base
+    peak, held, shard = least.timeline.peak, costs.base, [_SHARD] if is_distributed() else []
     if peak.where.startswith("update") or held > 0.8 * peak.bytes:
-        lower = ["use fewer or smaller parameters, or an optimizer with smaller moments", _SHARD]
+        lower = ["use fewer or smaller parameters, or an optimizer with smaller moments", *shard]
     else:
         lower = ["give a smaller batch or gradient-cache chunk"]
         if costs.held.get("moments"):
-            lower = ["use an optimizer with smaller moments", _SHARD, *lower]
+            lower = ["use an optimizer with smaller moments", *shard, *lower]
         if peak.where.startswith(("second", "backward")):
             parts = "name the parts of that block as checkpoints instead, so that less is live"
             lower = [parts, *lower]

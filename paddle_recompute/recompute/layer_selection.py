@@ -238,9 +238,10 @@ def _kept(
     found = _matches({**parts, **methods}, aliases, patterns, "keep") if patterns else []
     for name in found:
         if not name.startswith(tuple(f"{outer}." for outer in wrapped)):
-            raise SelectionError(
-                f"keep selects '{name}', which is in no recomputed part ({listed([*wrapped])})"
-            )
+            why = f"in no recomputed part ({listed([*wrapped])})"
+            if name in wrapped:
+                why = "a recomputed part itself; name parts inside of it"
+            raise SelectionError(f"keep selects '{name}', which is {why}")
         if is_kept(parts, name):
             raise SelectionError(
                 f"keep selects '{name}', which is kept already; leave it out, or call "

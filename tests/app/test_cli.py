@@ -73,6 +73,20 @@ def test_options_of_paddles_launcher_are_refused() -> None:
         assert all(word in result.stderr for word in (option[0], *FLEETRUN))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["mine", "--faiss", "Flat"], "--faiss is gone: the search is exact"),
+        (
+            ["search", "--output=found.jsonl"],
+            "--output is gone: give --json, and write its lines to a file",
+        ),
+    ],
+)
+def test_options_that_are_gone_are_refused(arguments: list[str], words: str) -> None:
+    assert words in command(*arguments, code=2).stderr
+
+
 def test_a_missing_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_installed, "_installed_version", lambda: None)
     for ranks in (1, 2):

@@ -35,6 +35,7 @@ def validated(folder: Path, *, code: int = 0, **changes: Any) -> dict[str, Any]:
         ({"contrastive__global_batch": 1024}, "do not fill one batch of contrastive.global_batch"),
         (NEGATIVES, "contrastive.fill: random:"),
         (PRECISION, "strategy.amp: true: Paddle has no mixed precision on a CPU in dygraph"),
+        ({"strategy__amp": True}, "or mode: static with strategy.amp_configs.dtype=bfloat16"),
     ],
 )
 def test_what_the_pairs_and_the_device_do_not_allow(

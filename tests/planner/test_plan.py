@@ -427,14 +427,17 @@ def test_the_ranks_agree_on_the_rows() -> None:
     assert one == other and one[:2] == (4, 2)
     one, other = run_ranks(batch_size_of_rank, 2, budgets=[enough, 9])
     assert "another rank needs more" in one and "a batch of one row" in other
+    assert "strategy.sharding: true" in other
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
     job = job_of("encoder")
+    optimizer = paddle.optimizer.AdamW(parameters=job.model.parameters())
     with pytest.raises(PlanError, match=r"the smallest feasible budget is .*Its peak is") as error:
-        planned(job, 1000)
+        planned(job, 1000, optimizer=optimizer)
+    assert "smaller moments" in str(error.value) and "sharding" not in str(error.value)
     number = int(str(error.value).partition("(")[2].partition(" bytes")[0])
-    found = planned(job, number + 4096)
+    found = planned(job, number + 4096, optimizer=optimizer)
     assert found.measured_bytes is not None
     assert "smallest feasible budget" in str(found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_estimate_needs_no_budget() -> None:
     result = CliRunner().invoke(main, ["estimate", "--config", CONFIG, *small])
     assert result.exit_code == 0, result.output
     assert "as configured: a step takes" in result.output
+    kept = CliRunner().invoke(
+        main,
+        ["estimate", "--config", CONFIG, *small, 'recompute.keep=["**.linear1", "**.linear2"]'],
+    )
+    assert "; recomputed blocks keep **.linear1, **.linear2:" in kept.output
+    peaks = [
+        re.search(rf"^{words} +(\d\S+ \w+) ", kept.output, re.MULTILINE)
+        for words in ("all", "as configured: a step takes", "smallest")
+    ]
+    assert peaks[0] and peaks[1] and peaks[2]
+    assert peaks[0][1] == peaks[1][1] != peaks[2][1]
 
 
 def test_plan_refuses_what_leaves_it_no_choice() -> None:

@@ -57,7 +57,8 @@ def validate(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> Non
         if config.strategy.amp and (config.mode, config.launch.device) == ("dygraph", "cpu"):
             raise ConfigError(
                 "strategy.amp: true: Paddle has no mixed precision on a CPU in dygraph; set it to "
-                "false, launch.device: gpu or mode: static"
+                "false, launch.device: gpu, or mode: static with "
+                "strategy.amp_configs.dtype=bfloat16"
             )
     except PaddleRecomputeError as error:
         if as_json:

@@ -19,6 +19,7 @@ from paddle_recompute.app.cli._process import (
     prepare_one_of_ranks,
     prepare_one_process,
     progress,
+    refused,
     tell_written,
 )
 from paddle_recompute.app.templates import render
@@ -181,6 +182,9 @@ def evaluate(
         help="Score at most that of the positive minus this share of it.",
     ),
     _batch_size,
+    refused(
+        "--faiss", "is gone: the search is exact; remove it, or give a smaller --pool if it is slow"
+    ),
     interrupted=_AGAIN,
 )
 def mine(
@@ -233,6 +237,7 @@ def mine(
     ),
     _side("query"),
     click.option("--json", "as_json", is_flag=True, help="One JSON object per query and line."),
+    refused("--output", "is gone: give --json, and write its lines to a file with > FILE"),
     click.argument("queries", nargs=-1, metavar="[QUERY]..."),
 )
 def search(

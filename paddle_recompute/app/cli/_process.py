@@ -81,11 +81,18 @@ def number(
 def refused(name: str, words: str) -> Option:
     """An option that is gone, or another command's; the error says what to do instead."""
 
-    def refuse(context: click.Context, option: click.Parameter, is_given: bool) -> None:
-        if is_given:
+    def refuse(context: click.Context, option: click.Parameter, given: str | None) -> None:
+        if given is not None:
             raise click.UsageError(f"{name} {words}", context)
 
-    return click.option(name, is_flag=True, hidden=True, expose_value=False, callback=refuse)
+    return click.option(
+        name,
+        is_flag=False,
+        flag_value="",  # given without a value
+        hidden=True,
+        expose_value=False,
+        callback=refuse,
+    )
 
 
 def _settings(context: click.Context, argument: click.Parameter, begun: str) -> list[str]:

@@ -131,7 +131,7 @@ def require_paddle_and_devices(config: Config) -> None:
             f"gpu), and Paddle finds {found} (CUDA_VISIBLE_DEVICES: {visible}); install "
             "paddlepaddle-gpu where Paddle is the one for CPU, lower launch.num_ranks "
             "(contrastive.global_batch is divided among the ranks), or run it on the CPU: "
-            "launch.device=cpu launch.num_nodes=1 launch.num_ranks=2"
+            f"launch.device=cpu launch.num_nodes=1 launch.num_ranks={min(wanted, 2)}"
         )
 
 

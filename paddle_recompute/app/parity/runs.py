@@ -49,6 +49,10 @@ from paddle_recompute.errors import (
 )
 
 _MOMENT = ":moment1"
+_REFUSED = {
+    "segments": "parity trains in dygraph, too, which refuses it",
+    "budget": "parity makes no plan",
+}
 _WORDS = Path(__file__).with_name("report.txt.j2")
 
 
@@ -72,11 +76,8 @@ def train_and_compare(config: Config, *, steps: int, say: Callable[[str], Any]) 
         DataError: The pairs cannot be read, or are too few for a batch.
         OutputError: The report cannot be written.
     """
-    if config.recompute.policy == "segments":
-        raise ConfigError(
-            "parity trains in dygraph too, where recompute.policy: segments is refused; set "
-            "policy: all"
-        )
+    if why := _REFUSED.get(config.recompute.policy):
+        raise ConfigError(f"recompute.policy: {config.recompute.policy}: {why}; set policy: all")
     notes, why_not_fleet = _notes(config), _what_fleet_has_not(config)
     rank = join_ranks(config)
     configs = {run: _config_for(config, run) for run in RUNS if run != FLEET or not why_not_fleet}
@@ -153,6 +154,7 @@ def _what_fleet_has_not(config: Config) -> str:
     settings = {
         "contrastive.chunk_size": config.contrastive.chunk_size,
         "contrastive.chunk_tokens": config.contrastive.chunk_tokens,
+        "recompute.keep": config.recompute.keep,
     }
     given = [f"{path}: {value}" for path, value in settings.items() if value]
     return f"fleet does not support {', '.join(given)}." if given else ""

@@ -74,8 +74,9 @@ def memory_report(
         require_bokeh()
     paddle.set_device(config.launch.device)
     job, costs, probes = _measured(config, progress)
-    steps, plan = {name: step() for name, step in _policies(costs).items()}, None
-    batches = _largest_batches(probes, budget) if budget is not None and probes else {}
+    keep = config.recompute.keep
+    steps, plan = {name: step() for name, step in _policies(costs, keep).items()}, None
+    batches = _largest_batches(probes, budget, keep) if budget is not None and probes else {}
     if budget is not None and config.recompute.offload_parameters == "none":
         plan = plan_of(job, costs, budget)
         steps[f"plan for {format_bytes(budget)}"] = plan.timeline
@@ -93,8 +94,8 @@ def memory_report(
     head = ["policy", "peak", "extra time", "peak at", *(["largest batch"] if batches else [])]
     rows = [_row(policy, budget)[: len(head)] for policy in policies]
     title = f"one rank, {config.micro_batch} pairs per micro-batch of full length"
-    if config.recompute.keep:
-        title += f"; recomputed blocks keep {', '.join(config.recompute.keep)}"
+    if keep:
+        title += f"; recomputed blocks keep {', '.join(keep)}"
     words = "\n".join(_words(config, costs, plan))
     files: tuple[Path, ...] = ()
     if folder is not None:
@@ -147,10 +148,13 @@ def _parts(config: Config) -> int:
     return config.world_size * config.strategy.gradient_merge_configs.k_steps
 
 
-def _policies(costs: StepCosts) -> dict[str, Callable[[], Timeline]]:
-    """Simulates the step under what users choose by hand, and with the smallest peak."""
-    found = {"plain": None, "every_n: 2": RecomputeConfig(policy="every_n")}
-    found["all"] = RecomputeConfig()
+def _policies(costs: StepCosts, keep: list[str]) -> dict[str, Callable[[], Timeline]]:
+    """Simulates the step under what users choose by hand, and with the smallest peak.
+
+    The latter may recompute what `keep` names, too.
+    """
+    found = {"plain": None, "every_n: 2": RecomputeConfig(policy="every_n", keep=keep)}
+    found["all"] = RecomputeConfig(keep=keep)
     steps = {
         name: functools.partial(simulate, costs, choices_of_policy(costs, policy))
         for name, policy in found.items()
@@ -158,9 +162,9 @@ def _policies(costs: StepCosts) -> dict[str, Callable[[], Timeline]]:
     return {**steps, "smallest": lambda: smallest(costs).timeline}
 
 
-def _largest_batches(probes: dict[int, StepCosts], budget: int) -> dict[str, int]:
+def _largest_batches(probes: dict[int, StepCosts], budget: int, keep: list[str]) -> dict[str, int]:
     """Rows of the largest micro-batch that each policy keeps within `budget`; 0: none fits."""
-    policies = functools.cache(lambda rows: _policies(extrapolated(probes, rows)))
+    policies = functools.cache(lambda rows: _policies(extrapolated(probes, rows), keep))
 
     def largest(name: str) -> int:
         def fits(rows: int) -> bool:

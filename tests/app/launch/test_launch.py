@@ -188,8 +188,10 @@ def test_more_ranks_than_gpus_are_refused(
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    with pytest.raises(LaunchError, match=r"4 asks .* finds 2 \(CUDA_VISIBLE_DEVICES: 0,3\)"):
-        launch(config("launch.device=gpu", "launch.num_ranks=4"), [*WORKER, "settings"])
+    for ranks, words in ((4, r"4 asks .* finds 2 \(CUDA_VISIBLE_DEVICES: 0,3\).*=2$"), (1, "=1$")):
+        with pytest.raises(LaunchError, match=words):
+            launch(config("launch.device=gpu", f"launch.num_ranks={ranks}"), [*WORKER, "settings"])
+        monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 0)
 
 
 # ------------------------------------------------------------------------- terminals and signals

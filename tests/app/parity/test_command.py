@@ -25,6 +25,7 @@ from paddle_recompute.app.parity.comparison import (
     Outcome,
     tolerance_of,
 )
+from paddle_recompute.errors import ConfigError
 from tests.app.commands import command
 from tests.app.encoder.test_own import Mean
 from tests.app.trainer.test_trainer import tiny, write_pairs
@@ -91,6 +92,34 @@ def test_a_model_that_fleets_recompute_refuses_is_compared_without_it(
     [note] = [note for note in record["notes"] if "fleet" in note]
     assert note.startswith("Not compared with Paddle's own recompute and synchronization (fleet): ")
     assert "no argument of embeddings needs a gradient" in note
+
+
+def test_recompute_that_keeps_parts_is_compared_without_fleet(tmp_path: Path) -> None:
+    result = run(tmp_path, "--steps", "1", "--json", recompute__keep=["**.self_attn"])
+    record = json.loads(result.stdout)
+    assert record["ok"] is True and len(record["runs"]) == 4 and FLEET not in record["runs"]
+    [note] = [note for note in record["notes"] if "fleet" in note]
+    assert note.endswith("fleet does not support recompute.keep: ['**.self_attn'].")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"recompute__policy": "segments", "mode": "static"},
+            "policy: segments: parity trains in dygraph, too, which refuses it; set policy: all",
+        ),
+        (
+            {"recompute__policy": "budget", "recompute__memory_budget": "1GiB"},
+            "policy: budget: parity makes no plan; set policy: all",
+        ),
+    ],
+)
+def test_a_policy_without_comparison_is_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        runs.train_and_compare(tiny(tmp_path, **changes), steps=1, say=print)
 
 
 class DrawnByNumPy(Mean):
