@@ -250,11 +250,11 @@ def _with_costs_of_parts(job: Job, costs: StepCosts, everything: Callable[[], No
         ) from error
     calls = list(costs.calls)
     parts = kept_parts(job.model, job.keep, job.blocks)
-    numbers = [
+    numbers = {
         number
         for number, call in enumerate(calls)
         if any(part.startswith(f"{call.layer}.") for part in parts)
-    ]
+    }
     steps = (itertools.pairwise(run.events) for run in (costs, runs[0][1]))
     for (was, plain), (before, event) in zip(*steps, strict=True):
         if event.call not in numbers:
@@ -265,7 +265,7 @@ def _with_costs_of_parts(job: Job, costs: StepCosts, everything: Callable[[], No
             calls[event.call] = replace(call, parts_rise=rise, parts_kept=kept)
         elif event.kind == "again":
             calls[event.call] = replace(call, parts_again=rise)
-    for number in costs.with_backward.intersection(numbers):
+    for number in costs.with_backward & numbers:
         seconds = _seconds_saved(costs, runs, number)
         calls[number] = replace(calls[number], parts_seconds=seconds)
     return replace(costs, calls=tuple(calls))

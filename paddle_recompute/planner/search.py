@@ -88,7 +88,7 @@ def _with_parts(costs: StepCosts, units: Collection[tuple[str, int]]) -> Units:
 
 def _solution(costs: StepCosts, whole: Collection[Any], exact: bool = True) -> Solution:
     chosen = tuple(
-        choice for unit in costs.units for choice in (unit, *keeping([unit])) if choice in whole
+        choice for unit in costs.units for choice in (unit, (*unit, KEEP)) if choice in whole
     )
     return Solution(chosen, simulate(costs, chosen), exact)
 
@@ -125,6 +125,8 @@ def solve(costs: StepCosts, budget: int) -> Solution | None:
     chain = _Chain(costs)
     whole = chain.fastest(budget - costs.base - costs.excess)
     if whole is None:
+        if chain.is_exact:  # the search in a chain misses nothing
+            return None
         least = smallest(costs)
         if least.peak > budget:
             return None

@@ -367,7 +367,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"query": ones(1, 3), "positive": ones(1, 3), "hard_negatives": ones(1, 2, 3)},
-        "received a batch of 1",  # nobody searches back
+        "received a batch of 1",  # a positive has no second query
     ),
     *(
         ({"tile": tile}, {name: vectors.astype("float64")}, "vectors of float.*; allowed")

@@ -1,4 +1,6 @@
-"""Costs of chains of calls that nobody has measured, to solve and to simulate."""
+"""Costs of chains of calls, drawn and not measured, to solve and to simulate; what tests of the
+planner share.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ import itertools
 import random
 from collections.abc import Iterator
 
+import pytest
+
+from paddle_recompute._paddle import memory
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts
+
+measured = pytest.mark.skipif(
+    not memory.can_reset_peak(), reason="2.6 cannot start the peak anew; see test_solve"
+)
+CLOSE = 0.01
+"""What operators beside the blocks saved, and rows that meet, are predicted so closely."""
 
 
 def chain(length: int, seed: int, *, alike: bool = False) -> StepCosts:

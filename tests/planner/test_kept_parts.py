@@ -20,7 +20,6 @@ from paddle_recompute import (
     estimate,
     plan,
 )
-from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import PlanError, SelectionError
 from paddle_recompute.planner import (
@@ -35,14 +34,9 @@ from paddle_recompute.planner import (
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.recompute import undo_recompute
 from paddle_recompute.recompute.layer import WrappedLayer
-from tests.planner.chains import chain
+from tests.planner.chains import CLOSE, chain, measured
 
-measured = pytest.mark.skipif(
-    not memory.can_reset_peak(), reason="2.6 cannot start the peak anew, so nothing is measured"
-)
 KEEP = ["layers.*.attend", "layers.*.linear2"]
-CLOSE = 0.01
-"""What operators beside the blocks saved, and rows that meet, are predicted so closely."""
 IN_TURNS = 0.07
 """Two calls that take turns in the backward: when one has released its outputs is not seen."""
 ROUNDING = 1e-9
@@ -317,19 +311,13 @@ def test_parts_that_save_no_time_are_kept_where_only_that_is_within_the_budget(s
 @measured
 def test_a_block_without_the_parts_keeps_none() -> None:
     """Whatever the clocks say."""
+    without = paddle.nn.Sequential(paddle.nn.Linear(8, 8), paddle.nn.Tanh())
     model = paddle.nn.Sequential(
-        *(
-            paddle.nn.Sequential(paddle.nn.Linear(8, 8), layer)
-            for layer in (paddle.nn.Tanh(), linear())
-        )
+        without, paddle.nn.Sequential(paddle.nn.Linear(8, 8), paddle.nn.Linear(8, 8))
     )
     job = Job(model, paddle.ones([4, 8]), squared, checkpoints=["0", "1"], keep=["1.1"])
     first, second = measure_costs(job).calls
     assert not first.has_parts and first.parts_seconds == 0.0 and second.has_parts
-
-
-def linear() -> paddle.nn.Layer:
-    return paddle.nn.Linear(8, 8)
 
 
 @measured
@@ -341,7 +329,7 @@ def test_a_step_that_calls_other_blocks_each_time_is_refused() -> None:
 
 
 class Dropped:
-    """A forward that calls one block less each time, from the second step on."""
+    """A forward that calls one block and two blocks in turns."""
 
     def __init__(self, model: Any) -> None:
         self._layers, self._calls = list(model.layers), 0

@@ -42,13 +42,10 @@ from paddle_recompute.planner import (
 )
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.recompute import RecomputeLayer, recompute_wrapper
+from tests.planner.chains import CLOSE, measured
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not memory.can_reset_peak(), reason="2.6 cannot start the peak anew; see test_solve"
-)
-CLOSE = 0.01
-"""What operators beside the blocks saved, and rows that meet, are predicted so closely."""
+pytestmark = measured
 EXACT = 64
 """Bytes: scalars of a loss."""
 IN_TURNS = 0.03

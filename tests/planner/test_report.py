@@ -9,19 +9,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from paddle_recompute._paddle import memory
 from paddle_recompute.app.cli import _process, main
 from paddle_recompute.planner import RecomputePlan
 from tests.app.report.pages import Page
+from tests.planner.chains import measured
 from tests.ranks import ROOT
 
 CONFIG = str(ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml")
 # The smallest peak is 59 to 61 MiB, with another machine or order of tests; plain takes 164.
 SMALL = ["launch.num_ranks=1", "data.vocab_size=500", "model.num_layers=3"]
-
-needs_peaks = pytest.mark.skipif(
-    not memory.can_reset_peak(), reason="2.6 cannot start the peak anew"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +26,7 @@ def _settings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_process, "speed_settings", lambda *_, **__: {})
 
 
-@needs_peaks
+@measured
 def test_plan_writes_a_table_and_a_page(tmp_path: Path) -> None:
     budget = ["--memory-budget", "80MiB", "contrastive.global_batch=128", "--output", str(tmp_path)]
     result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *budget, *SMALL])
@@ -45,7 +41,7 @@ def test_plan_writes_a_table_and_a_page(tmp_path: Path) -> None:
     assert RecomputePlan.load(tmp_path / "plan.json").memory_budget == 80 * 2**20
 
 
-@needs_peaks
+@measured
 def test_estimate_of_another_step_makes_a_plan() -> None:
     arguments = ["estimate", "--config", CONFIG, "data.vocab_size=500", "model.num_layers=2"]
     budget = ["--memory-budget", "16MiB", "--json"]  # plain takes 19, all recomputed 12
@@ -67,7 +63,7 @@ def test_estimate_of_another_step_makes_a_plan() -> None:
     assert "plan for" not in result.output
 
 
-@needs_peaks
+@measured
 def test_estimate_needs_no_budget() -> None:
     small = [*SMALL[:2], "model.num_layers=2", "contrastive.global_batch=32"]
     small.append("contrastive.chunk_size=16")
