@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Final, Literal
 
 from paddle_recompute.errors import ConfigError
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _MOST_DIGITS = 20
-_AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+_AMOUNT = re.compile(rf"(\d+(?:\.\d+(?!$))?) ?({'|'.join(_UNITS)})")
 
 
 # Of AmpConfigs: the dtype that each of Paddle's switches stands for; what belongs to the loss

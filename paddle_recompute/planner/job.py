@@ -29,6 +29,8 @@ from paddle_recompute.train_step import check_one_loss, inputs_of_cache
 
 LossFn = Callable[[Any, Any], paddle.Tensor]
 
+BUCKETS = "communication buckets"
+"""Of `Job.extra_bytes`: the step is that of one of several ranks."""
 _MOMENTS = {"Adam": 2, "AdamW": 2, "Lamb": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2}
 _MOMENTS |= {"Momentum": 1, "Adagrad": 1, "SGD": 0, "RMSProp": 3, "Adadelta": 2}
 

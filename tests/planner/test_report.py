@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from paddle_recompute.app.cli import _process, main
+from paddle_recompute.app.config import load_config
+from paddle_recompute.errors import ConfigError
 from paddle_recompute.planner import RecomputePlan
 from tests.app.report.pages import Page
 from tests.planner.chains import measured
@@ -60,7 +62,7 @@ def test_estimate_of_another_step_makes_a_plan() -> None:
     result = CliRunner().invoke(main, given)
     assert result.exit_code == 0, result.output
     assert "as configured: offload_parameters: ranks; the table is without it" in result.output
-    assert "plan for" not in result.output
+    assert "no plan" in result.output and "does not go with offload_parameters" in result.output
 
 
 @measured
@@ -83,11 +85,33 @@ def test_estimate_needs_no_budget() -> None:
     assert peaks[0][1] == peaks[1][1] != peaks[2][1]
 
 
-def test_plan_refuses_what_leaves_it_no_choice() -> None:
-    spread = ["recompute.offload_parameters=ranks", "recompute.num_shards=3"]
-    budget = ["--memory-budget", "80MiB"]
-    result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *budget, *SMALL, *spread])
-    assert result.exit_code == 2 and "use paddle-recompute estimate" in result.output
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "recompute.offload_parameters=host",
+        "recompute.offload=host",
+        "recompute.engine=fleet",
+        "model.towers=separate",
+        "train.compile=to_static",
+    ],
+)
+def test_plan_refuses_what_train_refuses(setting: str) -> None:
+    budget = ["recompute.memory_budget=2147483648", "recompute.policy=budget"]
+    with pytest.raises(ConfigError) as refusal:
+        load_config(CONFIG, [*SMALL, setting, *budget])
+    given = ["--memory-budget", "2147483648", *SMALL, setting]
+    result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *given])
+    assert result.exit_code == 2 and str(refusal.value).partition(" has ")[2] in result.output
+    assert result.stdout == "" and "Measuring" not in result.output
+
+
+@measured
+def test_a_budget_that_is_too_small_for_a_configuration_of_ranks() -> None:
+    given = ["--memory-budget", "1MiB", "data.vocab_size=500", "model.num_layers=2"]
+    result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *given])
+    assert result.exit_code == 2 and "strategy.sharding: true" in result.output
+    result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *given, "launch.num_ranks=1"])
+    assert result.exit_code == 2 and "sharding" not in result.output
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,12 @@ class MemoryReport(NamedTuple):
 
 
 def memory_report(
-    config: Config, *, budget: int | None, folder: Path | None, progress: Progress | None = None
+    config: Config,
+    *,
+    budget: int | None,
+    no_plan: str = "",
+    folder: Path | None,
+    progress: Progress | None = None,
 ) -> MemoryReport:
     """Measure the step of `config` in this process, on small batches, and tell what it takes.
 
@@ -62,7 +67,8 @@ def memory_report(
 
     Args:
         config: Of a run.
-        budget: Bytes of a plan; None: no plan is made.
+        budget: Bytes of a plan, and of the largest batches; None: there are none.
+        no_plan: Why `config` cannot have a plan; empty: it can.
         folder: Where the page goes; None: there is none.
         progress: Called with (done, total) calls of one batch size.
 
@@ -77,7 +83,7 @@ def memory_report(
     keep = config.recompute.keep
     steps, plan = {name: step() for name, step in _policies(costs, keep).items()}, None
     batches = _largest_batches(probes, budget, keep) if budget is not None and probes else {}
-    if budget is not None and config.recompute.offload_parameters == "none":
+    if budget is not None and not no_plan:
         plan = plan_of(job, costs, budget)
         steps[f"plan for {format_bytes(budget)}"] = plan.timeline
     plain = steps["plain"].seconds
@@ -96,7 +102,7 @@ def memory_report(
     title = f"one rank, {config.micro_batch} pairs per micro-batch of full length"
     if keep:
         title += f"; recomputed blocks keep {', '.join(keep)}"
-    words = "\n".join(_words(config, costs, plan))
+    words = "\n".join([*_words(config, costs, plan), *filter(None, [no_plan])])
     files: tuple[Path, ...] = ()
     if folder is not None:
         last = list(steps)[-1]

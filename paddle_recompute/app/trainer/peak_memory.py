@@ -30,6 +30,7 @@ from paddle_recompute.app.trainer.step import (
 from paddle_recompute.distributed import is_distributed, reduce_numbers
 from paddle_recompute.options import AUTO
 from paddle_recompute.planner import (
+    BUCKETS,
     PLAIN,
     Job,
     RecomputePlan,
@@ -203,7 +204,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     k_steps = config.strategy.gradient_merge_configs.k_steps
     extra_bytes = {"batches that wait": of_batch * (k_steps * (1 + WAITING_BATCHES) - 1)}
     if config.world_size > 1:
-        extra_bytes["communication buckets"] = min(
+        extra_bytes[BUCKETS] = min(
             config.strategy.fuse_grad_size_in_MB * 2**20,
             sum(int(p.size * p.element_size()) for p in model.parameters()),
         )
