@@ -15,6 +15,7 @@ from paddle_recompute.planner.planning import (
     MemoryEstimate,
     estimate,
     plan,
+    plan_of,
     verified,
     within_budget,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "measure_costs",
     "next_faster",
     "plan",
+    "plan_of",
     "probe",
     "simulate",
     "smallest",

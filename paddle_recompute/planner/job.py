@@ -22,6 +22,7 @@ from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import parts_of_owners
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.sharding import inner_of
@@ -75,8 +76,17 @@ class Job:
     keep: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Check that there is one way to compute the gradient."""
+        """Check that there is one way to compute the gradient, and the patterns.
+
+        Raises:
+            ConfigError: As `check_one_loss` and `RecomputeConfig` do.
+        """
         check_one_loss(self.loss_fn, self.grad_cache)
+        given: Any = (AUTO if self.checkpoints is None else self.checkpoints), self.keep
+        patterns = RecomputeConfig(checkpoints=given[0], keep=given[1])
+        if self.checkpoints is not None:
+            object.__setattr__(self, "checkpoints", tuple(patterns.checkpoints))
+        object.__setattr__(self, "keep", tuple(self.keep))
 
     @property
     def blocks(self) -> dict[str, paddle.nn.Layer]:

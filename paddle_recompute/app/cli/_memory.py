@@ -94,9 +94,7 @@ def _show_memory(
 
     with progress("call", "measure") as show:
         folder = Path(output) if output is not None else None
-        report = memory_report(
-            config, budget=budget, no_plan=no_plan, folder=folder, progress=show
-        )
+        report = memory_report(config, budget=budget, no_plan=no_plan, folder=folder, progress=show)
     if as_json:
         click.echo(json.dumps(report.to_dict()))
         return

@@ -31,7 +31,6 @@ from paddle_recompute.app.trainer.peak_memory import (
     largest_of_ranks,
     measure_peak,
     plain_peak,
-    plan_of,
 )
 from paddle_recompute.app.trainer.step import Batch, Chunks
 from paddle_recompute.distributed import is_distributed, values_of_ranks
@@ -41,6 +40,7 @@ from paddle_recompute.planner import (
     StepCosts,
     maximum,
     measure_costs,
+    plan_of,
     within_budget,
 )
 from paddle_recompute.train_step import Step, StepResult

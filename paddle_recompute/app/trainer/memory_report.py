@@ -12,7 +12,7 @@ import paddle
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.report import require_bokeh, timeline_chart, write_page
-from paddle_recompute.app.trainer.peak_memory import job_of, plan_of
+from paddle_recompute.app.trainer.peak_memory import job_of
 from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner import (
@@ -25,6 +25,7 @@ from paddle_recompute.planner import (
     extrapolated,
     largest_that_fits,
     measure_costs,
+    plan_of,
     probe,
     simulate,
     smallest,

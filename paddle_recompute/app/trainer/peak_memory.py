@@ -35,7 +35,6 @@ from paddle_recompute.planner import (
     Job,
     RecomputePlan,
     StepCosts,
-    make_plan,
     simulate,
     uniform,
 )
@@ -228,24 +227,6 @@ def _of_every_encoder(config: Config, patterns: list[str]) -> list[str]:
     """`patterns` over the names of an encoder, as patterns over those of the model."""
     prefix = "" if config.model.towers == "shared" or patterns == [AUTO] else "*."
     return [prefix + pattern for pattern in patterns]
-
-
-def plan_of(job: Job, costs: StepCosts, budget: int, *, or_smallest: bool = False) -> RecomputePlan:
-    """The plan of the step `job`, which has the `costs`; see `make_plan`.
-
-    Raises:
-        PlanError: Nothing stays within `budget` bytes.
-    """
-    assert job.checkpoints is not None
-    return make_plan(
-        costs,
-        budget,
-        signature=job.signature(),
-        checkpoints=tuple(job.checkpoints),
-        preserve_rng_state=job.preserve_rng_state,
-        keep=tuple(job.keep),
-        or_smallest=or_smallest,
-    )
 
 
 def _autocast(config: Config) -> Any:
