@@ -47,6 +47,56 @@ def test_what_the_pairs_and_the_device_do_not_allow(
     assert found["valid"] is False and words in found["faults"][0]
 
 
+MATCHES_NOTHING = "the pattern 'none.*' matches no sublayer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"recompute__checkpoints": ["none.*"]}, f"recompute.checkpoints: {MATCHES_NOTHING}"),
+        ({"recompute__keep": ["none.*"]}, f"recompute.keep: {MATCHES_NOTHING}"),
+        (
+            {
+                "recompute__policy": "budget",
+                "recompute__memory_budget": 1,
+                "recompute__keep": ["x"],
+            },
+            "recompute.keep: the pattern 'x' matches no sublayer",
+        ),
+        (
+            {"recompute__offload_parameters": "host", "recompute__checkpoints": ["none.*"]},
+            f"recompute.checkpoints: {MATCHES_NOTHING}",
+        ),
+        (
+            {"model": {"name": "no_such_module:Mean"}},
+            "the module no_such_module cannot be imported",
+        ),
+        ({"train__output_dir": "FILE"}, "train.output_dir: FILE: FILE is a file; name a folder"),
+        ({"train__output_dir": "FILE/run"}, "train.output_dir: FILE/run: FILE is a file"),
+        ({"data__cache_dir": "FILE"}, "data.cache_dir: FILE: FILE is a file; name a folder"),
+    ],
+)
+def test_what_the_model_and_the_folders_do_not_allow(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    file = str(tmp_path / "a file")
+    Path(file).write_text("")
+    given = {
+        key: value.replace("FILE", file) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
+    found = validated(tmp_path, code=2, **given)
+    assert words.replace("FILE", file) in found["faults"][0]
+
+
+def test_a_budget_that_is_not_compared_is_a_note(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    budget = {"recompute__policy": "budget", "recompute__memory_budget": 1}
+    [note] = validated(tmp_path, **budget)["notes"]
+    assert note.startswith("recompute.memory_budget: not compared with what a step takes")
+
+
 def test_folders_of_two_encoders(tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.tsv")
     make_folder(tmp_path / "one")

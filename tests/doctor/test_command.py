@@ -125,6 +125,22 @@ def test_a_warning_alone_ends_with_exit_code_0(called: Callable[..., Result]) ->
 
 
 @pytest.mark.parametrize(
+    "policy",
+    [
+        ["recompute.policy=budget", "recompute.memory_budget=1GiB"],
+        ["recompute.policy=segments", "mode=static"],
+    ],
+)
+def test_policies_that_dygraph_does_not_apply(
+    policy: list[str], called: Callable[..., Result]
+) -> None:
+    result = called(*policy)
+    assert result.exit_code == 0, result.output
+    assert ": each part is recomputed here, as by policy: all" in result.output
+    assert "2 recomputed\nok: no fault found" in result.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--config", "a.yaml", "--parity"], "--parity is gone: call paddle-recompute parity"),

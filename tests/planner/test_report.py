@@ -114,6 +114,19 @@ def test_a_budget_that_is_too_small_for_a_configuration_of_ranks() -> None:
     assert result.exit_code == 2 and "sharding" not in result.output
 
 
+@measured
+def test_estimate_with_segments_advises_settings() -> None:
+    small = ["data.vocab_size=500", "model.num_layers=2", "contrastive.global_batch=16"]
+    segments = ["mode=static", "recompute.policy=segments"]
+    result = CliRunner().invoke(main, ["estimate", "--config", CONFIG, *small, *segments])
+    assert result.exit_code == 0, result.output
+    assert "set recompute.policy=all or every_n, or let paddle-recompute plan" in result.output
+    result = CliRunner().invoke(
+        main, ["estimate", "--config", CONFIG, *small, 'recompute.keep=["none"]']
+    )
+    assert result.exit_code == 2 and "recompute.keep: the pattern 'none'" in result.output
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -32,6 +32,7 @@ from paddle_recompute.app.trainer.peak_memory import (
     measure_peak,
     plain_peak,
 )
+from paddle_recompute.app.trainer.setup import pattern_errors
 from paddle_recompute.app.trainer.step import Batch, Chunks
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import CheckpointError, ConfigError, OutOfMemoryError, PlanError
@@ -46,6 +47,7 @@ from paddle_recompute.planner import (
 from paddle_recompute.train_step import Step, StepResult
 
 
+@pattern_errors()
 def make_budget_plan(
     config: Config,
     vocab_size: int,

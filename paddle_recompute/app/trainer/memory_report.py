@@ -13,6 +13,7 @@ from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.report import require_bokeh, timeline_chart, write_page
 from paddle_recompute.app.trainer.peak_memory import job_of
+from paddle_recompute.app.trainer.setup import pattern_errors
 from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner import (
@@ -54,6 +55,7 @@ class MemoryReport(NamedTuple):
         return {**self.figures, "files": [str(path) for path in self.files]}
 
 
+@pattern_errors()
 def memory_report(
     config: Config,
     *,
@@ -189,6 +191,11 @@ def _words(config: Config, costs: StepCosts, plan: RecomputePlan | None) -> list
         words.append(str(plan))
     elif place != "none":
         words.append(f"as configured: offload_parameters: {place}; the table is without it")
+    elif section.policy == "segments":
+        words.append(
+            "as configured: policy: segments is not estimated, it joins parts of a Program; set "
+            "recompute.policy=all or every_n, or let paddle-recompute plan choose"
+        )
     elif section.policy != "budget":
         estimate = MemoryEstimate.of(costs, choices_of_policy(costs, section))
         words.append(f"as configured: {estimate}")
