@@ -337,6 +337,8 @@ def export(
         raise ConfigError(
             f"--output {output}: must end in .{file_format}, as --format {file_format} says"
         )
+    if is_program and output.endswith(_WEIGHTS):
+        raise ConfigError(f"--output {output}: names a file; --format {file_format} needs a folder")
     if truncate_dim is not None and not is_program:
         raise ConfigError("--truncate-dim: is for programs (inference, onnx); weights are whole")
     prepare_one_process(f"Exporting {folder}")

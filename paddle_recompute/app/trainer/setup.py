@@ -32,12 +32,7 @@ def join_ranks(config: Config) -> int:
             ranks have different settings or versions.
         PeerError: A rank has failed, or did not come.
     """
-    if config.launch.device == "gpu" and not paddle.is_compiled_with_cuda():
-        raise ConfigError(
-            "launch.device is gpu, but the installed Paddle is built without CUDA; install "
-            "paddlepaddle-gpu or set launch.device=cpu"
-        )
-    paddle.set_device(config.launch.device)
+    use_device(config)
     running = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     if running > 1:
         check_same_settings(config)
@@ -50,6 +45,20 @@ def join_ranks(config: Config) -> int:
     if running > 1:
         join_process_group()
     return int(dist.get_rank())
+
+
+def use_device(config: Config) -> None:
+    """Compute on ``launch.device`` from now on.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    if config.launch.device == "gpu" and not paddle.is_compiled_with_cuda():
+        raise ConfigError(
+            "launch.device is gpu, but the installed Paddle is built without CUDA; install "
+            "paddlepaddle-gpu or set launch.device=cpu"
+        )
+    paddle.set_device(config.launch.device)
 
 
 @contextlib.contextmanager
