@@ -46,7 +46,7 @@ class _Command(click.Command):
         except click.MissingParameter as error:
             if error.param is None or error.param.name != "config_file":
                 raise
-            file = next((one for one in given if one.endswith((".yaml", ".yml"))), "run.yaml")
+            file = next((word for word in given if word.endswith((".yaml", ".yml"))), "run.yaml")
             words = f"name the YAML file with --config, as in --config {file}"
             raise click.UsageError(words, ctx) from None
 

@@ -232,7 +232,7 @@ class Index:
 
     @property
     def truncate_dim(self) -> int | None:
-        """That of the encoder that made the vectors."""
+        """The `truncate_dim` of the encoder that made the vectors."""
         return self._shape[1] if "-" in self.fingerprint else None
 
     def __len__(self) -> int:

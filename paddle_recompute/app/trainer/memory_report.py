@@ -76,7 +76,7 @@ def memory_report(
 
     Raises:
         PlanError: Nothing stays within `budget`, or the step cannot be measured.
-        DependencyError: This Paddle cannot start the peak anew, or Bokeh is missing.
+        DependencyError: This Paddle cannot reset the peak, or Bokeh is missing.
     """
     if folder is not None:
         require_bokeh()

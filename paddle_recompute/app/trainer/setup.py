@@ -63,7 +63,7 @@ def use_device(config: Config) -> None:
 
 @contextlib.contextmanager
 def run_folder(config: Config, rank: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``train.output_dir`` is there, and this run alone writes into it. All ranks enter.
+    """Inside, ``train.output_dir`` exists, and this run alone writes into it. All ranks enter.
 
     Raises:
         ConfigError: The folder cannot be made, or another run writes into it, or has left what
@@ -156,7 +156,7 @@ def check_model(config: Config) -> None:
 
 
 def recompute_alone(config: Config) -> Config:
-    """`config` that recomputes each selected part, without plan, segments and offload of it."""
+    """`config` with policy ``all`` for a plan or segments, and without offloaded parameters."""
     alone = {"offload_parameters": "none", "num_shards": 1}
     if config.recompute.policy in ("budget", "segments"):
         alone = {"policy": "all", "memory_budget": None, "segments": AUTO}
