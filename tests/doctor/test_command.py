@@ -154,6 +154,13 @@ def test_refused_options(arguments: list[str], words: str) -> None:
     assert words in result.output
 
 
+def test_a_folder_that_is_a_file_is_told_before_the_steps(called: Callable[..., Result]) -> None:
+    result = called("train.output_dir=pairs.tsv")
+    assert result.exit_code == 2
+    assert "train.output_dir: pairs.tsv: " in result.output and "is a file" in result.output
+    assert "Comparing" not in result.output
+
+
 def test_a_report_that_cannot_be_written_is_told(called: Callable[..., Result]) -> None:
     REPORT.mkdir(parents=True)
     result = called()
