@@ -180,10 +180,10 @@ def byte_count(text: str) -> int:
         ConfigError: It stands for none.
     """
     amount = _AMOUNT.fullmatch(text.strip())
-    if amount is None:
+    if amount is None or not float(amount[1]):
         raise ConfigError(
-            f"{text!r} is no number of bytes: give a number, or one with a unit (B, KiB, MiB, GiB, "
-            "TiB) as in 2GiB"
+            f"{text!r} is no number of bytes: give a number above 0, or one with a unit (B, KiB, "
+            "MiB, GiB, TiB) as in 2GiB"
         )
     if len(amount[1]) > _MOST_DIGITS:
         raise ConfigError(f"{text!r} is no number of bytes: give at most {_MOST_DIGITS} digits")

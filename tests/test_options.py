@@ -86,7 +86,7 @@ def test_good_values() -> None:
         (lambda: StaticConfig(clip_grad_norm=0.0), "clip_grad_norm: .*greater than 0"),
         *[
             (lambda text=text: byte_count(text), "no number of bytes")
-            for text in ("", "12 bananas", "-1", "1e3", "1.5", "9" * 30 + "B")
+            for text in ("", "12 bananas", "-1", "1e3", "1.5", "0", "0.0GiB", "9" * 30 + "B")
         ],
     ],
 )

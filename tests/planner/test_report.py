@@ -38,6 +38,7 @@ def test_plan_writes_a_table_and_a_page(tmp_path: Path) -> None:
         assert policy in result.output
     page = Page(tmp_path / "memory.html")
     assert page.links == [] and page.text.count("smallest") == 2  # table, words
+    assert f"written: {tmp_path / 'plan.json'}" in result.output
     for words in ("plan for 80.0 MiB", "Memory over one step"):
         assert words in page.text
     assert RecomputePlan.load(tmp_path / "plan.json").memory_budget == 80 * 2**20
@@ -107,7 +108,8 @@ def test_plan_refuses_what_train_refuses(setting: str) -> None:
 
 @measured
 def test_a_budget_that_is_too_small_for_a_configuration_of_ranks() -> None:
-    given = ["--memory-budget", "1MiB", "data.vocab_size=500", "model.num_layers=2"]
+    small = ["data.vocab_size=500", "model.num_layers=1", "contrastive.global_batch=8"]
+    given = ["--memory-budget", "1MiB", *small]
     result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *given])
     assert result.exit_code == 2 and "strategy.sharding: true" in result.output
     result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *given, "launch.num_ranks=1"])
@@ -116,7 +118,7 @@ def test_a_budget_that_is_too_small_for_a_configuration_of_ranks() -> None:
 
 @measured
 def test_estimate_with_segments_advises_settings() -> None:
-    small = ["data.vocab_size=500", "model.num_layers=2", "contrastive.global_batch=16"]
+    small = ["data.vocab_size=500", "model.num_layers=2", "contrastive.global_batch=8"]
     segments = ["mode=static", "recompute.policy=segments"]
     result = CliRunner().invoke(main, ["estimate", "--config", CONFIG, *small, *segments])
     assert result.exit_code == 0, result.output
@@ -134,6 +136,11 @@ def test_estimate_with_segments_advises_settings() -> None:
         (["--memory-budget", "12 bananas"], "no number of bytes"),
         (["--memory-budget", "A100-40G"], "no number of bytes"),
         (["--memory-budget", "8GiB", "--what-if", "hats=3"], "is not known"),
+        (
+            ["--memory-budget", "8GiB", "--output", CONFIG],
+            f"--output: {CONFIG}: {CONFIG} is a file",
+        ),
+        (["--memory-budget", "8GiB", "launch.device=gpu"], "launch.device is gpu, but the"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], message: str) -> None:

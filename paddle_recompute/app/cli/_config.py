@@ -47,9 +47,10 @@ def validate(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> Non
     For example: paddle-recompute config validate --config run.yaml mode=static
 
     The files are read as `train` reads them: the pairs, the tokenizer and the description of the
-    model. If one of them is not on this machine, that is a note, and none is read; so is a run in
-    train.output_dir. A model of your own is built, and recompute is applied to it, if Paddle is
-    installed. `train` also counts the devices and looks for packages before it starts.
+    model. If one of them is not on this machine, a note says so, and none is read. A note also
+    names a run in train.output_dir. If Paddle is installed, a model of your own is built, and
+    recompute is applied to it. `train` also counts the devices and looks for packages before it
+    starts.
     """
     try:
         config = load_config(config_file, overrides)

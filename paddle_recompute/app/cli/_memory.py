@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from paddle_recompute._run_folder import check_folder
 from paddle_recompute.app.cli._process import (
     as_json,
     configured,
@@ -89,6 +90,8 @@ def _show_memory(
         raise ConfigError(
             "plan needs a budget: give --memory-budget 8GiB, or set recompute.memory_budget"
         )
+    if output is not None:
+        check_folder("--output", Path(output))
     prepare_one_process(f"Measuring the blocks of {config_file} in this process")
     from paddle_recompute.app.trainer import memory_report
 

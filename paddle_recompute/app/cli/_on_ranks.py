@@ -64,8 +64,8 @@ def train(config_file: str, max_restart: int, overrides: tuple[str, ...]) -> Non
     record, one JSON object.
 
     SIGTERM and Ctrl-C finish the step and save it; the exit code is 143 or 130 then. With
-    train.resume=auto the same command goes on. A run in the folder is gone on with, or the folder
-    is refused; train.overwrite=true removes that run.
+    train.resume=auto the same command goes on. If train.output_dir holds a run, that run is
+    resumed, or the command fails; train.overwrite=true removes it.
     """
     record = run_on_ranks(
         load_config(config_file, overrides),

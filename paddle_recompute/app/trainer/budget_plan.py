@@ -6,9 +6,8 @@ and the plan is made again.
 
 With ``train.on_oom: replan``, a step that runs out of memory is planned again. A single process
 drops the gradients, makes the smaller plan and repeats the batch: the parameters were not updated,
-so the losses are those of a run that had the plan from the start, to the bit. Of several ranks none
-goes on after another has failed; the smaller plan is written beside the checkpoints, and the next
-start of the run takes it.
+so the losses are bitwise those of a run that had the plan from the start. Several ranks end
+instead: the smaller plan is written beside the checkpoints, and the next start of the run takes it.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def make_budget_plan(
 
     Raises:
         PlanError: Nothing stays within ``recompute.memory_budget``.
-        DependencyError: This Paddle cannot start the peak anew.
+        DependencyError: This Paddle cannot reset the peak.
     """
     if earlier is not None:
         check_agreed(earlier)

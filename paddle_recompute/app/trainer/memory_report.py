@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import paddle
-
 from paddle_recompute._paddle.memory import format_bytes
+from paddle_recompute._run_folder import PLAN
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.report import require_bokeh, timeline_chart, write_page
 from paddle_recompute.app.trainer.peak_memory import job_of
-from paddle_recompute.app.trainer.setup import pattern_errors
+from paddle_recompute.app.trainer.setup import pattern_errors, use_device
 from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner import (
@@ -43,7 +42,7 @@ class MemoryReport(NamedTuple):
         text: For the terminal: the table, and what there is to say about it.
         figures: The same as JSON values; peaks are bytes, `extra_time` is a share of the plain
             step's time.
-        files: The page.
+        files: The page, and the plan.
     """
 
     text: str
@@ -77,11 +76,11 @@ def memory_report(
 
     Raises:
         PlanError: Nothing stays within `budget`, or the step cannot be measured.
-        DependencyError: This Paddle cannot start the peak anew, or Bokeh is missing.
+        DependencyError: This Paddle cannot reset the peak, or Bokeh is missing.
     """
     if folder is not None:
         require_bokeh()
-    paddle.set_device(config.launch.device)
+    use_device(config)
     job, costs, probes = _measured(config, progress)
     keep = config.recompute.keep
     steps, plan = {name: step() for name, step in _policies(costs, keep).items()}, None
@@ -122,7 +121,8 @@ def memory_report(
             words=words,
         )
         if plan is not None:
-            plan.save(folder / "plan.json")
+            files = (*files, folder / PLAN)
+            plan.save(files[-1])
     figures = {
         "policies": policies,
         "plan": None if plan is None else plan.to_dict(),

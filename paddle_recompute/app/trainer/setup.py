@@ -32,12 +32,7 @@ def join_ranks(config: Config) -> int:
             ranks have different settings or versions.
         PeerError: A rank has failed, or did not come.
     """
-    if config.launch.device == "gpu" and not paddle.is_compiled_with_cuda():
-        raise ConfigError(
-            "launch.device is gpu, but the installed Paddle is built without CUDA; install "
-            "paddlepaddle-gpu or set launch.device=cpu"
-        )
-    paddle.set_device(config.launch.device)
+    use_device(config)
     running = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     if running > 1:
         check_same_settings(config)
@@ -52,9 +47,23 @@ def join_ranks(config: Config) -> int:
     return int(dist.get_rank())
 
 
+def use_device(config: Config) -> None:
+    """Compute on ``launch.device`` from now on.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    if config.launch.device == "gpu" and not paddle.is_compiled_with_cuda():
+        raise ConfigError(
+            "launch.device is gpu, but the installed Paddle is built without CUDA; install "
+            "paddlepaddle-gpu or set launch.device=cpu"
+        )
+    paddle.set_device(config.launch.device)
+
+
 @contextlib.contextmanager
 def run_folder(config: Config, rank: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``train.output_dir`` is there, and this run alone writes into it. All ranks enter.
+    """Inside, ``train.output_dir`` exists, and this run alone writes into it. All ranks enter.
 
     Raises:
         ConfigError: The folder cannot be made, or another run writes into it, or has left what
@@ -147,7 +156,7 @@ def check_model(config: Config) -> None:
 
 
 def recompute_alone(config: Config) -> Config:
-    """`config` that recomputes each selected part, without plan, segments and offload of it."""
+    """`config` with policy ``all`` for a plan or segments, and without offloaded parameters."""
     alone = {"offload_parameters": "none", "num_shards": 1}
     if config.recompute.policy in ("budget", "segments"):
         alone = {"policy": "all", "memory_budget": None, "segments": AUTO}
