@@ -6,7 +6,7 @@ fastest choice within a budget. It makes a `RecomputePlan`, which wraps the call
 `planning` measures a step under it, and plans anew for what was too much.
 """
 
-from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, Timeline, maximum, simulate
+from paddle_recompute.planner.costs import PLAIN, StepCosts, Timeline, maximum, simulate
 from paddle_recompute.planner.extrapolation import extrapolated, probe
 from paddle_recompute.planner.find_batch import BatchSize, find_batch_size, largest_that_fits
 from paddle_recompute.planner.job import BUCKETS, Job
@@ -21,7 +21,6 @@ from paddle_recompute.planner.planning import (
 )
 from paddle_recompute.planner.recompute_plan import RecomputePlan, make_plan
 from paddle_recompute.planner.search import (
-    Solution,
     choices_of_policy,
     next_faster,
     smallest,
@@ -32,12 +31,10 @@ from paddle_recompute.planner.search import (
 __all__ = [
     "BUCKETS",
     "PLAIN",
-    "WHOLE",
     "BatchSize",
     "Job",
     "MemoryEstimate",
     "RecomputePlan",
-    "Solution",
     "StepCosts",
     "Timeline",
     "choices_of_policy",

@@ -26,7 +26,7 @@ from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.sharding import inner_of
-from paddle_recompute.train_step import check_one_loss, inputs_of_cache
+from paddle_recompute.train_step import check_one_loss, fault_of_loss, inputs_of_cache
 
 LossFn = Callable[[Any, Any], paddle.Tensor]
 
@@ -104,15 +104,8 @@ class Job:
             assert self.loss_fn is not None
             with self.autocast():
                 loss = self.loss_fn(self.model, self.batch)
-            if not isinstance(loss, paddle.Tensor):
-                raise PlanError(f"loss_fn returns {type(loss).__name__}; return a scalar Tensor")
-            if loss.size != 1:
-                raise PlanError(f"loss_fn must return a scalar Tensor; its shape is {loss.shape}")
-            if loss.stop_gradient or not loss.is_floating_point():
-                raise PlanError(
-                    "the loss of loss_fn needs no gradient, so the step has no backward: is the "
-                    "model frozen, or the loss detached, of integers, or made under no_grad?"
-                )
+            if fault := fault_of_loss(loss):
+                raise PlanError(fault)
             loss.backward()
 
     @property

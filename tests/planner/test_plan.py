@@ -382,8 +382,8 @@ def with_loss(loss_fn: Any) -> Callable[[Job], Job]:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (with_loss(loss_of(lambda loss: (loss,))), {}, "returns tuple"),
-        (with_loss(loss_of(float)), {}, "returns float"),
+        (with_loss(loss_of(lambda loss: (loss,))), {}, "returned tuple"),
+        (with_loss(loss_of(float)), {}, "returned float"),
         (with_loss(loss_of(lambda loss: loss.detach())), {}, "needs no gradient"),
         (with_loss(loss_of(lambda loss: loss.astype("int64"))), {}, "needs no gradient"),
         (with_loss(None), {}, "neither of loss_fn"),
