@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paddle_recompute.app.cli import _process
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.errors import CheckpointError
 from tests.app.commands import command
@@ -17,6 +18,12 @@ from tests.app.trainer.trained_run import make_run
 
 NEGATIVES = {"contrastive__hard_negatives": 90, "contrastive__fill": "random"}
 PRECISION = {"strategy__amp": True, "strategy__amp_configs__dtype": "bfloat16"}
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command would choose another path of MKL, for this process and all tests after it."""
+    monkeypatch.setattr(_process, "speed_settings", lambda *_, **__: {})
 
 
 def validated(folder: Path, *, code: int = 0, **changes: Any) -> dict[str, Any]:
@@ -88,6 +95,15 @@ def test_what_the_model_and_the_folders_do_not_allow(
     }
     found = validated(tmp_path, code=2, **given)
     assert words.replace("FILE", file) in found["faults"][0]
+
+
+def test_without_paddle_the_model_is_not_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    monkeypatch.setattr("paddle_recompute._installed._installed_version", lambda: None)
+    [note] = validated(tmp_path, recompute__keep=["none"])["notes"]
+    assert note.startswith("model, recompute: not compared with each other: PaddlePaddle is not")
 
 
 def test_a_budget_that_is_not_compared_is_a_note(tmp_path: Path) -> None:

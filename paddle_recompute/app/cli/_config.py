@@ -6,12 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
 from paddle_recompute._run_folder import check_folder, check_may_start
-from paddle_recompute.app.cli._process import as_json, command, configured, prepare_one_process
+from paddle_recompute.app.cli._process import (
+    as_json,
+    command,
+    configured,
+    prepare_one_process,
+    words_apart,
+)
 from paddle_recompute.app.config import (
     Config,
     Setting,
@@ -58,9 +63,11 @@ def validate(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> Non
             from paddle_recompute.app.data import check_files
 
             check_files(config, whole=True)
-        for name, folder in _written_folders(config).items():
-            check_folder(name, folder)
-        notes = _check_model(config)
+        check_folder("train.output_dir", config.train.output_dir)
+        if config.data.source == "cedict" or config.tokenizer_file is None:
+            check_folder("data.cache_dir", config.data.cache_dir)
+        with words_apart(as_json):  # what the user's model prints
+            notes = _check_model(config)
         if config.strategy.amp and (config.mode, config.launch.device) == ("dygraph", "cpu"):
             raise ConfigError(
                 "strategy.amp: true: Paddle has no mixed precision on a CPU in dygraph; set it to "
@@ -90,22 +97,14 @@ def validate(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> Non
         click.echo(f"note: {note}")
 
 
-def _written_folders(config: Config) -> dict[str, Path]:
-    folders = {"train.output_dir": config.train.output_dir}
-    if config.data.source == "cedict" or config.tokenizer_file is None:
-        folders["data.cache_dir"] = config.data.cache_dir
-    return folders
-
-
 def _check_model(config: Config) -> list[str]:
     """Check the user's model and the patterns; returns what is not checked."""
-    notes = []
-    for section in ("recompute", "contrastive"):
-        if getattr(config, section).memory_budget is not None:
-            notes.append(
-                f"{section}.memory_budget: not compared with what a step takes; paddle-recompute "
-                f"{'plan' if section == 'recompute' else 'train'} measures it"
-            )
+    notes = [
+        f"{section}.memory_budget: not compared with what a step takes; paddle-recompute {command} "
+        "measures it"
+        for section, command in (("recompute", "plan"), ("contrastive", "train"))
+        if getattr(config, section).memory_budget is not None
+    ]
     if config.model.is_own or config.recompute != RecomputeConfig():
         try:
             prepare_one_process("")
