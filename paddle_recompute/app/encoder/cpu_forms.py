@@ -2,8 +2,8 @@
 
 Paddle's CPU kernels (2.6, 3.x) draw a float for each element of a dropout mask, and sum the
 gradient of a bias column by column. In dygraph, on float32 tensors of a CPU and without AMP, the
-forms here compute the same bits. Elsewhere, so in a Program, and for small tensors they are Paddle's
-own calls. A form can go when Paddle's kernel is as fast.
+forms here compute the same bits. Elsewhere, so in a Program, and for small tensors they are
+Paddle's own calls. A form can go when Paddle's kernel is as fast.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Linear(paddle.nn.Linear):
         """As Paddle's."""
         if self.bias is None or self.bias.stop_gradient or not has_forms(input):
             return paddle.nn.Linear.forward(self, input)  # to_static of 2.6 has no bare super()
-        # The bias for each row, by an index: its gradient adds the rows in Paddle's order.
+        # The bias once for each row: its gradient adds the rows one by one, in Paddle's order.
         first = paddle.zeros([*input.shape[:-1], 1], dtype="int32")
         return F.linear(input, self.weight) + paddle.gather_nd(self.bias.unsqueeze(0), first)
 
@@ -57,8 +57,8 @@ _FORMS = {paddle.nn.Linear: Linear, paddle.nn.Dropout: Dropout}
 def dropout(x: paddle.Tensor, p: float, training: bool) -> paddle.Tensor:
     """``F.dropout(x, p, training=training)`` of finite `x`, from one integer for each element.
 
-    Paddle 2.6 keeps its own: its C++ library divides a draw by nearly a power of two where the newer
-    one takes the first bits, so about one element of a mask in 10^10 would be another one.
+    Paddle 2.6 keeps its own: its C++ library divides a draw by nearly a power of two where the
+    newer one takes the first bits, so one element of a mask in 10^10 or so would be another one.
     """
     if training and has_forms(x) and paddle_version() >= (3, 0, 0):
         bits, smallest = _kept_draws(float(p))
