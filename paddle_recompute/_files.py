@@ -69,7 +69,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     except OutputError:
         raise
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+        raise OutputError(
+            f"{path}: cannot be written ({error.strerror or error}); name another folder"
+        ) from error
 
 
 def flush(path: Path) -> None:
@@ -94,7 +96,7 @@ def writing(
     try:
         yield
     except OSError as error:
-        gone = "" if path.parent.exists() else ", the folder is gone"
+        gone = "" if path.parent.exists() else ", there is no such folder"
         raise OutputError(
             f"{path}: cannot be written ({error.strerror or error}{gone}); {advice}"
         ) from error

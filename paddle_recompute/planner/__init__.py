@@ -9,12 +9,13 @@ fastest choice within a budget. It makes a `RecomputePlan`, which wraps the call
 from paddle_recompute.planner.costs import PLAIN, StepCosts, Timeline, maximum, simulate
 from paddle_recompute.planner.extrapolation import extrapolated, probe
 from paddle_recompute.planner.find_batch import BatchSize, find_batch_size, largest_that_fits
-from paddle_recompute.planner.job import Job
+from paddle_recompute.planner.job import BUCKETS, Job
 from paddle_recompute.planner.measured_costs import measure_costs
 from paddle_recompute.planner.planning import (
     MemoryEstimate,
     estimate,
     plan,
+    plan_of,
     verified,
     within_budget,
 )
@@ -28,6 +29,7 @@ from paddle_recompute.planner.search import (
 )
 
 __all__ = [
+    "BUCKETS",
     "PLAIN",
     "BatchSize",
     "Job",
@@ -45,6 +47,7 @@ __all__ = [
     "measure_costs",
     "next_faster",
     "plan",
+    "plan_of",
     "probe",
     "simulate",
     "smallest",

@@ -85,7 +85,7 @@ class StaticTrainStep:
             ``config.learning_rate``.
         input_spec: Structured like a micro-batch, a ``paddle.static.InputSpec`` for each Tensor,
             with -1 for a dimension that changes from batch to batch; None: all shapes are fixed.
-        num_examples: As in `TrainStep`, the default of a loss that weighs the ranks itself too.
+        num_examples: As in `TrainStep`, also the default of a loss that weighs the ranks itself.
         model: A dygraph model from which the Program starts and which `write_back` updates; its
             weights are in memory twice. Building the Program does not change the random streams,
             so a resumed run, which builds it in another step, draws the same masks. None: weights

@@ -31,7 +31,7 @@ _SHOWN_REASONS = 5
 
 
 class DataDigest(NamedTuple):
-    """What a run must have again to go on, and on all ranks."""
+    """An input that must be the same on all ranks, and when the run is resumed."""
 
     file: str
     """Where it is from."""
@@ -65,7 +65,7 @@ class PreparedData:
 
 
 def check_vocabulary(config: Config) -> None:
-    """Check that ``model.init_from`` has its own vocabulary; each row of its words is an entry.
+    """Check that the tokenizer has the vocabulary that ``model.init_from`` was trained with.
 
     Raises:
         DataError: The tokenizer cannot be read.
@@ -283,7 +283,7 @@ def read_file(
     account: Account,
     negatives: tuple[float, float],
 ) -> list[Pair]:
-    """The pairs of the file ``data.name``, of which a line has so many `negatives`."""
+    """The pairs of the file ``data.name``; `negatives`: the least and the most of a line."""
     least, most = negatives
     found = read_pairs(
         path,
