@@ -2,7 +2,7 @@
 
 Paddle's CPU kernels (2.6, 3.x) draw a float for each element of a dropout mask, and sum the
 gradient of a bias column by column. In dygraph, on float32 tensors of a CPU and without AMP, the
-forms here compute the same bits. Elsewhere, so in a Program, and for small tensors they are
+results of these forms are bitwise identical. Elsewhere, so in a Program, and for small tensors they are
 Paddle's own calls. A form can go when Paddle's kernel is as fast.
 """
 
