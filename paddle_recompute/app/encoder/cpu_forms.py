@@ -2,8 +2,8 @@
 
 Paddle's CPU kernels (2.6, 3.x) draw a float for each element of a dropout mask, and sum the
 gradient of a bias column by column. In dygraph, on float32 tensors of a CPU and without AMP, the
-results of these forms are bitwise identical. Elsewhere, so in a Program, and for small tensors they are
-Paddle's own calls. A form can go when Paddle's kernel is as fast.
+results of these forms are bitwise identical. Elsewhere, so in a Program, and for small tensors they
+are Paddle's own calls. A form can go when Paddle's kernel is as fast.
 """
 
 from __future__ import annotations
