@@ -76,11 +76,11 @@ class FrameHandle(SavedHandle):
                 frame.recompute(is_last)
             finally:
                 # If it raised, drop the frame: Paddle leaks the argument of a hook that raises.
-                if frame.is_released and not frame._failed_name:
+                if frame.call is None and not frame._failed_name:
                     self.frame = _RELEASED
         # Not the last unpack: the graph still holds the memory (2.6, 3.x), so the handle may, too.
         value = self.take(is_last, same_object)
-        if is_last and not frame.is_released:
+        if is_last and frame.call is not None:
             if not self.is_spent:
                 self.is_spent = True
                 frame.num_awaited -= 1
@@ -191,11 +191,6 @@ class Frame:
             if last.is_alone:
                 last.part.outputs = None
 
-    @property
-    def is_released(self) -> bool:
-        """Whether the inputs are released, so that it cannot run again."""
-        return self.call is None
-
     def release(self) -> None:
         """Release the inputs and the state of the call."""
         self.call = self._inputs = self._end_of_forward = None
@@ -261,7 +256,7 @@ class Frame:
 
     def _release_if_unused(self) -> None:
         """Release the inputs at the end of a backward, unless a handle needs a second forward."""
-        if all(
+        if self.call is not None and all(
             handle is None or handle.is_spent or handle.tensor is not None
             for handle in self._live_handles()
         ):

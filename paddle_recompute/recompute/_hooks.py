@@ -47,12 +47,14 @@ class SavedHandle:
     check of ``inplace_version``.
     """
 
-    __slots__ = ("__weakref__", "is_for_engine", "layout", "tensor", "version")
+    __slots__ = ("__weakref__", "is_for_engine", "layout", "stop_gradient", "tensor", "version")
 
     is_for_engine: bool
     """Whether an operator of Paddle unpacks it, not a PyLayer; set on Paddle 2.6 only."""
     layout: TensorMetadata | None
     """The metadata of the first forward, if strides or offset of `tensor` differ."""
+    stop_gradient: bool
+    """That of what was saved, which a PyLayer may ask."""
     tensor: paddle.Tensor | None
     version: int
 
@@ -62,7 +64,7 @@ class SavedHandle:
 
     def keep(self, tensor: paddle.Tensor) -> None:
         """Keep `tensor` without its graph (`without_graph`)."""
-        self.tensor = without_graph(tensor)
+        self.tensor, self.stop_gradient = without_graph(tensor), tensor.stop_gradient
         self.version = version_of(tensor)
 
     def release(self) -> None:
@@ -85,7 +87,11 @@ class SavedHandle:
             kept = with_layout(kept, self.layout)
         if is_last:
             self.tensor = None  # freed as in Paddle, even if the output is still referenced
-        if same_object or (is_last and not ENGINE_TAKES_MEMORY):
+        if same_object:
+            if type(kept) is paddle.Tensor:  # not a parameter itself
+                kept.stop_gradient = self.stop_gradient
+            return kept
+        if is_last and not ENGINE_TAKES_MEMORY:
             return kept
         return memory_for_engine(kept) if self.is_for_engine else shares_memory(kept)
 
@@ -143,9 +149,10 @@ class _Pair:
             ValueError: Hooks of other code are in force.
         """
         with self._lock:
-            self.register_thread()
+            if not _thread.is_known:
+                self.register_thread()
             if self._hooks is None:
-                hooks = paddle.autograd.saved_tensors_hooks(*_pack_and_unpack())
+                hooks = _both_hooks()
                 hooks.__enter__()
                 self._hooks = hooks
             self._num_recording += 1
@@ -298,8 +305,12 @@ def _may_need_gradient(tensor: paddle.Tensor) -> bool:
     return bool(paddle.is_floating_point(tensor) or paddle.is_complex(tensor))
 
 
-def _pack_and_unpack() -> tuple[Callable[..., Any], Callable[..., Any]]:
+_hooks_of_all = paddle.autograd.saved_tensors_hooks(_pack, _unpack)
+
+
+def _both_hooks() -> Any:
     """The hooks of a new pair; if Paddle leaks references, with an unpack hook of its own."""
     if PACK_LEAKS_A_REFERENCE:
-        return _pack_and_note, functools.partial(_unpack)
-    return _pack, _unpack
+        unpack = functools.partial(_unpack)
+        return paddle.autograd.saved_tensors_hooks(_pack_and_note, unpack)
+    return _hooks_of_all
