@@ -20,6 +20,9 @@ DICTS = (dict, collections.UserDict)
 leaf, because only these two can be copied with other values whatever their class.
 """
 
+ATOMS = {paddle.Tensor, int, float, str, bool, type(None)}
+"""Types of leaves that `map_leaves` tells at a glance; others may be added."""
+
 
 def map_tensors(function: Callable[[paddle.Tensor], Any], value: Any) -> Any:
     """`value` with every tensor replaced by ``function(tensor)``.
@@ -34,6 +37,8 @@ def map_tensors(function: Callable[[paddle.Tensor], Any], value: Any) -> Any:
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """`value` with everything that is not a container replaced by ``function(leaf)``."""
     kind = type(value)
+    if kind in ATOMS:
+        return function(value)
     if kind is tuple:
         return tuple([map_leaves(function, item) for item in value])
     if kind is dict:

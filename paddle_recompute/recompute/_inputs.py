@@ -70,6 +70,9 @@ class Input:
         return tensor
 
 
+_nested.ATOMS.add(Input)
+
+
 def save_inputs(
     inputs: Any,
     storage: InputStorage,
