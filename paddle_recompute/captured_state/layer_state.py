@@ -304,7 +304,8 @@ class LayerState:
         """
         filled = [(buffers, dict(buffers)) for buffers in filter(None, self._bare)]
         undo.append(functools.partial(self._empty_all_but, filled))
-        self._empty_all_but(())
+        if filled:
+            self._empty_all_but(())
         for holder in self._holders:
             undo.append(functools.partial(fill_dict, holder.tensors, dict(holder.tensors)))
             holder.restore()

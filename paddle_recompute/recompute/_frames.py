@@ -40,7 +40,6 @@ from paddle_recompute._paddle.saved_tensors import MetadataLists, dtype_of
 from paddle_recompute.captured_state import Call
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import (
-    Recorder,
     SavedHandle,
     begin_recording,
     end_recording,
@@ -157,7 +156,8 @@ class Frame:
         if not begin_recording(self):
             raise HooksAreTaken
         try:
-            self._inputs = save_inputs((args, kwargs), storage, _pack_of(outer))
+            pack = None if outer is None else outer.pack
+            self._inputs = save_inputs((args, kwargs), storage, pack)
             self._is_recording, self._compares_values = True, call.compare_values
             outputs = call.first(args, kwargs)
         except BaseException as error:  # the caller may catch the error and continue
@@ -320,7 +320,9 @@ def run_inside_recomputation(
 ) -> Any:
     """Run an inner `call` while its outer frame is recomputed."""
     # Packs the inputs into the outer recomputation, in order, as the first forward did.
-    save_inputs((args, kwargs), storage, _pack_of(innermost()))
+    outer = innermost()
+    assert outer is not None
+    save_inputs((args, kwargs), storage, outer.pack)
     begin_recording(_DiscardAll())
     try:
         return call.run(args, kwargs)
@@ -331,8 +333,3 @@ def run_inside_recomputation(
 def is_inside_recomputation() -> bool:
     """Whether a recomputed function is running in its second forward."""
     return isinstance(innermost(), (Recomputation, _DiscardAll))
-
-
-def _pack_of(outer: Recorder | None) -> Callable[[paddle.Tensor], SavedHandle | None] | None:
-    """The method that makes handles of the `outer` frame; None without one."""
-    return None if outer is None else outer.pack

@@ -141,6 +141,8 @@ class _Pair:
         self._num_recording = 0
         self._hooks: Any = None
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._is_shared = False
+        """Whether more than one thread has ever run operators under it."""
 
     def enter(self) -> None:
         """Count one more recording thread.
@@ -152,7 +154,7 @@ class _Pair:
             if not _thread.is_known:
                 self.register_thread()
             if self._hooks is None:
-                hooks = _both_hooks()
+                hooks = _own_pair() if PACK_LEAKS_A_REFERENCE else _shared_pair
                 hooks.__enter__()
                 self._hooks = hooks
             self._num_recording += 1
@@ -165,7 +167,7 @@ class _Pair:
         """
         with self._lock:
             self._num_recording -= 1
-            if len(self._threads) > 1:
+            if self._is_shared:
                 me = threading.current_thread()
                 if any(thread is not me and thread.is_alive() for thread in self._threads):
                     before_saved_tensors_hooks(self.make_room)
@@ -192,6 +194,7 @@ class _Pair:
         if not _thread.is_known:
             with self._lock:
                 self._threads.add(threading.current_thread())
+                self._is_shared = self._is_shared or len(self._threads) > 1
             _thread.is_known = True
 
 
@@ -305,12 +308,9 @@ def _may_need_gradient(tensor: paddle.Tensor) -> bool:
     return bool(paddle.is_floating_point(tensor) or paddle.is_complex(tensor))
 
 
-_hooks_of_all = paddle.autograd.saved_tensors_hooks(_pack, _unpack)
+_shared_pair = paddle.autograd.saved_tensors_hooks(_pack, _unpack)
 
 
-def _both_hooks() -> Any:
-    """The hooks of a new pair; if Paddle leaks references, with an unpack hook of its own."""
-    if PACK_LEAKS_A_REFERENCE:
-        unpack = functools.partial(_unpack)
-        return paddle.autograd.saved_tensors_hooks(_pack_and_note, unpack)
-    return _hooks_of_all
+def _own_pair() -> Any:
+    """A pair with an unpack hook of its own, for Paddle versions that leak references."""
+    return paddle.autograd.saved_tensors_hooks(_pack_and_note, functools.partial(_unpack))
