@@ -38,7 +38,7 @@ class Linear(paddle.nn.Linear):
             return paddle.nn.Linear.forward(self, input)  # to_static of 2.6 has no bare super()
         # The bias once for each row: its gradient adds the rows one by one, in Paddle's order.
         first = paddle.zeros([*input.shape[:-1], 1], dtype="int32")
-        return F.linear(input, self.weight) + paddle.gather_nd(self.bias.unsqueeze(0), first)
+        return F.linear(input, self.weight).add_(paddle.gather_nd(self.bias.unsqueeze(0), first))
 
 
 class Dropout(paddle.nn.Dropout):
@@ -112,10 +112,11 @@ class _Masked(PyLayer):  # type: ignore[misc, unused-ignore]
     ) -> paddle.Tensor:
         ctx.save_for_backward(keep)
         ctx.factor = factor
-        kept = keep.astype(x.dtype)
         if is_gradient:  # whose zeros have its signs
-            return kept.multiply_(x.astype("float64").scale_(factor).astype(x.dtype))
-        return kept.multiply_(x).astype("float64").scale_(factor).astype(x.dtype)
+            y = x.astype("float64").scale_(factor).astype(x.dtype)
+            return y.multiply_(keep.astype(x.dtype))
+        y = keep.astype(x.dtype).multiply_(x).astype("float64").scale_(factor)
+        return y.astype(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: paddle.Tensor) -> tuple[paddle.Tensor, None]:
