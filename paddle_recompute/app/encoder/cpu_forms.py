@@ -59,13 +59,14 @@ def dropout(x: paddle.Tensor, p: float, training: bool) -> paddle.Tensor:
 
     Paddle 2.6 keeps its own: its C++ library divides a draw by nearly a power of two where the
     newer one takes the first bits, so one element of a mask in 10^10 or so would be another one.
+    Before 3.3 a division by a number is not Paddle's dropout's either.
     """
-    if training and has_forms(x) and paddle_version() >= (3, 0, 0):
+    if training and has_forms(x) and paddle_version() >= (3, 3):
         bits, smallest = _kept_draws(float(p))
         if bits:
             keep = paddle.randint(0, 2**bits, x.shape, dtype="int32") >= smallest
-            factor = 1 / float(np.float32(1) - np.float32(p))
-            return _Masked.apply(x, keep.astype("uint8"), factor, False)
+            share = float(np.float32(1) - np.float32(p))
+            return _Masked.apply(x, keep.astype("uint8"), share, False)
     return F.dropout(x, p, training=training)
 
 
@@ -99,26 +100,23 @@ def _kept_draws(p: float) -> tuple[int, int]:
 
 
 class _Masked(PyLayer):  # type: ignore[misc, unused-ignore]
-    """`x` divided by the kept share where `keep` is 1, else 0; `keep` alone is saved.
+    """`x` divided by the kept `share` where `keep` is 1, else 0; `keep` alone is saved.
 
-    Paddle's division of float32, scalar by scalar, is correctly rounded. So is the product with the
-    reciprocal `factor` in float64, rounded to float32: a quotient of two float32 is at least 2**-49
-    of itself away from a number where the rounding changes. ``divide`` is not, by MKL's functions.
+    Division by a Python number is correctly rounded, as the kernel of Paddle's dropout is (3.3).
+    Not so ``divide`` of two tensors of one shape, by MKL's functions, nor division in 2.6.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: paddle.Tensor, keep: paddle.Tensor, factor: float, is_gradient: bool
+        ctx: Any, x: paddle.Tensor, keep: paddle.Tensor, share: float, is_gradient: bool
     ) -> paddle.Tensor:
         ctx.save_for_backward(keep)
-        ctx.factor = factor
+        ctx.share = share
         if is_gradient:  # whose zeros have its signs
-            y = x.astype("float64").scale_(factor).astype(x.dtype)
-            return y.multiply_(keep.astype(x.dtype))
-        y = keep.astype(x.dtype).multiply_(x).astype("float64").scale_(factor)
-        return y.astype(x.dtype)
+            return (x / share).multiply_(keep.astype(x.dtype))
+        return keep.astype(x.dtype).multiply_(x) / share
 
     @staticmethod
     def backward(ctx: Any, dy: paddle.Tensor) -> tuple[paddle.Tensor, None]:
         (keep,) = ctx.saved_tensor()
-        return _Masked.apply(dy, keep, ctx.factor, True), None
+        return _Masked.apply(dy, keep, ctx.share, True), None
