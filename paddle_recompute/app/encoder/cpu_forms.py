@@ -112,9 +112,8 @@ class _Masked(PyLayer):  # type: ignore[misc, unused-ignore]
     ) -> paddle.Tensor:
         ctx.save_for_backward(keep)
         ctx.share = share
-        if is_gradient:  # whose zeros have its signs
-            return (x / share).multiply_(keep.astype(x.dtype))
-        return keep.astype(x.dtype).multiply_(x) / share
+        y = (x / share).multiply_(keep.astype(x.dtype))
+        return y if is_gradient else y.scale_(1.0)  # only a gradient has zeros with its signs
 
     @staticmethod
     def backward(ctx: Any, dy: paddle.Tensor) -> tuple[paddle.Tensor, None]:
