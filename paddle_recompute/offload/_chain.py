@@ -11,7 +11,7 @@ from typing import Any
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import keep_elsewhere
 from paddle_recompute.offload._gradients import ChainGradients, ShardGradients
-from paddle_recompute.offload._offloaded_tensor import OffloadedTensor
+from paddle_recompute.offload._offloaded_tensor import OffloadedTensor, Uncopied
 from paddle_recompute.offload._ranks import Carrier, OwnedShard, OwnSlot
 from paddle_recompute.recompute import MakeSlot
 
@@ -126,7 +126,7 @@ class Shard:
             offloaded.release()
 
 
-class Chain:
+class Chain(Uncopied):
     """Shards in the order of the forward.
 
     Args:

@@ -25,7 +25,18 @@ if TYPE_CHECKING:
     from paddle_recompute.offload._gradients import ShardGradients
 
 
-class OffloadedTensor:
+class Uncopied:
+    """Refuses copies and pickles of what is offloaded."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused."""
+        raise OffloadError(
+            "a model or a parameter that is offloaded cannot be copied or pickled; its values can: "
+            "state_dict() has copies in host memory"
+        )
+
+
+class OffloadedTensor(Uncopied):
     """A tensor and the slot that has its bytes while its memory is released.
 
     Whatever writes to the tensor while it is on the device is noticed: the slot is then written
@@ -53,13 +64,6 @@ class OffloadedTensor:
         self.owner: Callable[[], object] = lambda: None
         self.gradients: Callable[[], ShardGradients | None] = lambda: None
         self.index = 0
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused."""
-        raise OffloadError(
-            "a parameter that is offloaded cannot be copied or pickled; its values can: "
-            "state_dict() has copies in host memory"
-        )
 
     @property
     def tensor(self) -> paddle.Tensor:

@@ -320,6 +320,9 @@ def test_what_cannot_be_repeated_is_refused() -> None:
     chain = OffloadSequential([paddle.nn.Linear(4, 4)], num_shards=1, offload="disk")
     with pytest.raises(OffloadError, match=r"state_dict\(\)"):
         copy.deepcopy(chain)
+    bare = OffloadSequential([paddle.nn.ReLU(), paddle.nn.GELU()], num_shards=2, offload="disk")
+    with pytest.raises(OffloadError, match=r"state_dict\(\)"):
+        copy.deepcopy(bare)
     with pytest.raises(RecomputeError, match=r"paddle\.grad"):
         paddle.grad(chain(x).sum(), [x])
     with pytest.raises(OffloadError, match="inside of a recomputed"):
