@@ -137,8 +137,8 @@ class Codes:
     def are_current(recorded: Iterable[Codes]) -> bool:
         """Whether no function was replaced or added since they were recorded."""
         try:
-            for one in recorded:
-                for reference, size, read, codes in one._codes:
+            for known in recorded:
+                for reference, size, read, codes in known._codes:
                     owner = reference()
                     if len(vars(owner)) != size or read(owner) != codes:
                         return False

@@ -236,7 +236,7 @@ class Snapshot:
             self._content = [*_flat(held)]
         if not self._has_same_members():
             self._accept_built_members(found())
-        elif not self.locations or all(one.is_unchanged() for one in self.locations):
+        elif not self.locations or all(location.is_unchanged() for location in self.locations):
             return True
         if self._has_exchanged_members() or any(
             location.exchanges_member() for location in self.locations
