@@ -10,10 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paddle_recompute.errors import OutputError
+from paddle_recompute.errors import CheckpointError, OutputError
 
 LARGEST = 64 << 20
 """Bytes of a file that is read."""
+INDEX = ".safetensors.index.json"
+"""Ends the name of the index of weights that are in several files."""
+_SUFFIXES = (".pdparams", ".safetensors")
+_IN_A_FOLDER = (f"model{INDEX}", "model.safetensors", "model_state.pdparams")
 
 
 @contextmanager
@@ -65,7 +69,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     except OutputError:
         raise
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+        raise OutputError(
+            f"{path}: cannot be written ({error.strerror or error}); name another folder"
+        ) from error
 
 
 def flush(path: Path) -> None:
@@ -90,7 +96,7 @@ def writing(
     try:
         yield
     except OSError as error:
-        gone = "" if path.parent.exists() else ", the folder is gone"
+        gone = "" if path.parent.exists() else ", there is no such folder"
         raise OutputError(
             f"{path}: cannot be written ({error.strerror or error}{gone}); {advice}"
         ) from error
@@ -160,3 +166,32 @@ def _finite(digits: str) -> float:
     if number in (float("inf"), float("-inf")):
         raise ValueError(f"a number as large as {digits[:20]}")
     return number
+
+
+def weights_file(path: Path) -> Path:
+    """The file of weights at `path` or, as Hugging Face and PaddleNLP name it, in the folder
+    `path`; of weights in several files, their index.
+
+    Raises:
+        CheckpointError: There is none, or its suffix is not of weights.
+    """
+    if path.is_dir():
+        for name in _IN_A_FOLDER:
+            if (path / name).is_file():
+                return path / name
+        raise CheckpointError(
+            f"{path}: this folder holds none of {', '.join(_IN_A_FOLDER)}; name the file"
+        )
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such file or folder")
+    if not path.name.endswith(INDEX):
+        check_weights_suffix(path)
+    return path
+
+
+def check_weights_suffix(path: Path) -> None:
+    """Raise CheckpointError if a file of this name cannot hold weights."""
+    if path.suffix not in _SUFFIXES:
+        raise CheckpointError(
+            f"{path}: received the suffix {path.suffix!r}; allowed are {' and '.join(_SUFFIXES)}"
+        )

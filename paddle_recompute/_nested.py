@@ -20,6 +20,9 @@ DICTS = (dict, collections.UserDict)
 leaf, because only these two can be copied with other values whatever their class.
 """
 
+ATOMS = {paddle.Tensor, int, float, str, bool, type(None)}
+"""Types of leaves that `map_leaves` tells at a glance; others may be added."""
+
 
 def map_tensors(function: Callable[[paddle.Tensor], Any], value: Any) -> Any:
     """`value` with every tensor replaced by ``function(tensor)``.
@@ -34,10 +37,12 @@ def map_tensors(function: Callable[[paddle.Tensor], Any], value: Any) -> Any:
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """`value` with everything that is not a container replaced by ``function(leaf)``."""
     kind = type(value)
+    if kind in ATOMS:
+        return function(value)
     if kind is tuple:
-        return tuple([map_leaves(function, item) for item in value])
+        return tuple([function(i) if type(i) in ATOMS else map_leaves(function, i) for i in value])
     if kind is dict:
-        return {key: map_leaves(function, item) for key, item in value.items()}
+        return {key: map_leaves(function, item) for key, item in value.items()} if value else {}
     if issubclass(kind, paddle.Tensor):
         return function(value)
     if issubclass(kind, tuple):
@@ -120,7 +125,10 @@ def _add_leaves(value: Any, found: list[Any]) -> None:
         found.append(value)
     elif issubclass(kind, (tuple, list)):
         for item in list.__iter__(value) if issubclass(kind, list) else value:
-            _add_leaves(item, found)
+            if type(item) in ATOMS:
+                found.append(item)
+            else:
+                _add_leaves(item, found)
     elif issubclass(kind, DICTS):
         for item in value.values():
             _add_leaves(item, found)

@@ -118,6 +118,22 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
+def check_folder(name: str, folder: Path) -> None:
+    """Check that `folder` can be made, or written to, without making it.
+
+    Args:
+        name: The setting.
+        folder: Its value.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is not writable" if there.is_dir() else "is a file"
+        raise ConfigError(f"{name}: {folder}: {there} {why}; name a folder that is writable")
+
+
 def check_may_start(folder: Path, *, resume: bool | Literal["auto"], overwrite: bool) -> None:
     """Check that a run that starts in `folder` loses nothing of an earlier one.
 

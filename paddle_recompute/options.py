@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Final, Literal
 
 from paddle_recompute.errors import ConfigError
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _MOST_DIGITS = 20
-_AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+_AMOUNT = re.compile(rf"(\d+(?:\.\d+(?!$))?) ?({'|'.join(_UNITS)})")
 
 
 # Of AmpConfigs: the dtype that each of Paddle's switches stands for; what belongs to the loss
@@ -180,10 +180,10 @@ def byte_count(text: str) -> int:
         ConfigError: It stands for none.
     """
     amount = _AMOUNT.fullmatch(text.strip())
-    if amount is None:
+    if amount is None or not float(amount[1]):
         raise ConfigError(
-            f"{text!r} is no number of bytes: give a number, or one with a unit (B, KiB, MiB, GiB, "
-            "TiB) as in 2GiB"
+            f"{text!r} is no number of bytes: give a number above 0, or one with a unit (B, KiB, "
+            "MiB, GiB, TiB) as in 2GiB"
         )
     if len(amount[1]) > _MOST_DIGITS:
         raise ConfigError(f"{text!r} is no number of bytes: give at most {_MOST_DIGITS} digits")

@@ -219,7 +219,7 @@ def test_a_missing_file_is_damage_too(tmp_path: Path) -> None:
     (folders[2] / "optimizer.safetensors").unlink()
     (folders[1] / "manifest.json").unlink()
     (folders[0] / "state.json").write_text("{")
-    told = r"step-3/optimizer\.safetensors: is missing, and manifest.*\(and 2 before it are damaged"
+    told = r"step-3/optimizer\.safetensors: is missing, and manifest.*are damaged too\); put"
     with pytest.raises(CheckpointError, match=told):
         find_checkpoint(tmp_path)
 

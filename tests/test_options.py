@@ -67,7 +67,7 @@ def test_good_values() -> None:
     amp = AmpConfigs(use_pure_bf16=True)
     assert (amp.dtype, amp.level) == ("bfloat16", "O2")
     assert RecomputeConfig(checkpoints="auto") == RecomputeConfig()  # type: ignore[arg-type]
-    sizes = {"7B": 7, "1.5GiB": 3 * 2**29, " 2 MiB": 2**21, "0.5KiB": 512}
+    sizes = {"7B": 7, "1.5GiB": 3 * 2**29, " 2 MiB": 2**21, "0.5KiB": 512, "15": 15}
     assert {text: byte_count(text) for text in sizes} == sizes
 
 
@@ -86,7 +86,7 @@ def test_good_values() -> None:
         (lambda: StaticConfig(clip_grad_norm=0.0), "clip_grad_norm: .*greater than 0"),
         *[
             (lambda text=text: byte_count(text), "no number of bytes")
-            for text in ("", "12 bananas", "-1", "1e3", "9" * 30 + "B")
+            for text in ("", "12 bananas", "-1", "1e3", "1.5", "0", "0.0GiB", "9" * 30 + "B")
         ],
     ],
 )

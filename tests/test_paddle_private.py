@@ -98,6 +98,19 @@ NOT_ON_26 = {
 }
 
 
+class Saves(PyLayer):
+    """Saves what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        return gradient
+
+
 def test_private_names_are_there() -> None:
     missing = {
         name for owner, names in PRIVATE for name in names.split() if not hasattr(owner, name)
@@ -202,16 +215,6 @@ def test_references_of_26_to_what_is_packed() -> None:
             one = found.pop()
             counts.append(0 if one is None else sys.getrefcount(one) - own)
         return counts
-
-    class Saves(PyLayer):
-        @staticmethod
-        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
-            ctx.save_for_backward(x)
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-            return gradient
 
     hooks = paddle.autograd.saved_tensors_hooks(pack, functools.partial(lambda one: one.tensor))
     kept = weakref.ref(hooks.unpack_hook)
@@ -319,17 +322,6 @@ def test_what_the_engine_was_asked_for_stands_where_it_is_read(
 
 def test_only_a_py_layer_gives_a_pack_hook_the_object_itself() -> None:
     """`saved_tensors.without_graph` keeps a parameter as it is where a hook gets one."""
-
-    class Keeps(paddle.autograd.PyLayer):
-        @staticmethod
-        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
-            ctx.save_for_backward(x)
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-            return gradient
-
     parameter, packed = paddle.create_parameter([2], "float32"), []
 
     def pack(tensor: paddle.Tensor) -> paddle.Tensor:
@@ -340,7 +332,7 @@ def test_only_a_py_layer_gives_a_pack_hook_the_object_itself() -> None:
     with paddle.autograd.saved_tensors_hooks(pack, lambda tensor: tensor):
         parameter.exp() * parameter
         assert packed and not any(packed)
-        Keeps.apply(parameter)
+        Saves.apply(parameter)
     assert packed[-1]
 
 

@@ -1,7 +1,8 @@
-"""The blocks and models of `benchmarks.memory.leaks`."""
+"""The blocks and models of `benchmarks.memory.leaks`; each block keeps the shape of its input."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -21,21 +22,19 @@ class Block(paddle.nn.Layer):
         self.kind = kind
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """The same shape."""
         h = self.act(self.linear(self.norm(x)))
         return h if self.kind is None else self.kind.apply(h)
 
 
 class Model(paddle.nn.Layer):
-    """Three blocks and a head."""
+    """Three blocks and a head with eight numbers a row."""
 
-    def __init__(self, kind: type[PyLayer] | None = None) -> None:
+    def __init__(self, make_block: Callable[[], paddle.nn.Layer] = Block) -> None:
         super().__init__()
-        self.blocks = paddle.nn.LayerList([Block(kind) for _ in range(3)])
+        self.blocks = paddle.nn.LayerList([make_block() for _ in range(3)])
         self.head = paddle.nn.Linear(WIDTH, 8)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Eight numbers a row."""
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -49,8 +48,26 @@ class Smooth(paddle.nn.Layer):
         self.linear = paddle.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """The same shape."""
         return self.linear(x).tanh()
+
+
+class Norm(paddle.nn.Sequential):
+    """A block with BatchNorm and Dropout."""
+
+    def __init__(self) -> None:
+        linear = paddle.nn.Linear(WIDTH, WIDTH)
+        super().__init__(linear, paddle.nn.BatchNorm1D(WIDTH), paddle.nn.Dropout(0.1))
+
+
+class Sequence(paddle.nn.Layer):
+    """A recurrent Layer of two levels, over eight texts."""
+
+    def __init__(self, kind: type[paddle.nn.Layer]) -> None:
+        super().__init__()
+        self.inner = kind(WIDTH, WIDTH, num_layers=2)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.inner(x.reshape([8, -1, WIDTH]))[0]
 
 
 class Router(paddle.nn.Layer):
@@ -63,17 +80,15 @@ class Router(paddle.nn.Layer):
         self.loss: Any = None
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """The same shape."""
         weights = paddle.nn.functional.softmax(self.router(x))
         self.loss = weights.mean(0).square().sum()
         return x + self.linear(x) * weights[:, :1]
 
 
 class Cached(Block):
-    """A block with a cache."""
+    """A block with a cache; under `no_grad`, the mean of what the cache has had so far."""
 
     def forward(self, x: paddle.Tensor, cache: list[paddle.Tensor]) -> paddle.Tensor:
-        """The mean of what the cache has had so far, in the same shape."""
         h = super().forward(x)
         if not paddle.is_grad_enabled():
             cache.append(h)
@@ -92,15 +107,12 @@ class SavesInput(PyLayer):
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
-        """The tanh."""
         ctx.save_for_backward(x)
         return x.tanh()
 
     @staticmethod
     def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-        """Its gradient."""
-        (x,) = ctx.saved_tensor()
-        return gradient * (1 - x.tanh().square())
+        return gradient * (1 - ctx.saved_tensor()[0].tanh().square())
 
 
 class SavesOutput(PyLayer):
@@ -108,33 +120,23 @@ class SavesOutput(PyLayer):
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
-        """The tanh."""
         y = x.tanh()
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-        """Its gradient."""
-        (y,) = ctx.saved_tensor()
-        return gradient * (1 - y.square())
+        return gradient * (1 - ctx.saved_tensor()[-1].square())
 
 
-class SavesBoth(PyLayer):
+class SavesBoth(SavesOutput):
     """A tanh that saves its input and its output."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
-        """The tanh."""
         y = x.tanh()
         ctx.save_for_backward(x, y)
         return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-        """Its gradient."""
-        _, y = ctx.saved_tensor()
-        return gradient * (1 - y.square())
 
 
 class Failing(PyLayer):
@@ -142,10 +144,8 @@ class Failing(PyLayer):
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
-        """A copy."""
         return x * 1
 
     @staticmethod
     def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-        """None."""
         raise KeyError

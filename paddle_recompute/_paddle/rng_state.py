@@ -70,11 +70,11 @@ def mark_of(states: Any) -> object:
     """
     if isinstance(states, tuple) and states[1] is None:
         states = states[0]
-    if isinstance(states, dict):
+    elif isinstance(states, dict):
         return {name: mark_of(state) for name, state in states.items()}
-    if isinstance(states, (tuple, list)):
+    elif isinstance(states, (tuple, list)):
         return [mark_of(state) for state in states]
-    if not _is_on_cpu():
+    elif not _is_on_cpu():
         return re.sub(r"0x[0-9a-f]+", "", str(states))
     generator = _probe.generator
     generator.set_state(states)

@@ -75,7 +75,7 @@ _HAS_ATTRIBUTES = core.eager.Tensor.__dictoffset__ > 0
 
 def without_graph(tensor: paddle.Tensor) -> paddle.Tensor:
     """What to keep of a tensor that was saved: the same C++ tensor, hence the same version counter,
-    with its attributes and without its graph.
+    with its attributes and without its graph. ``stop_gradient``, which takes long to set, is true.
 
     A parameter is kept as it is. Of what operators save, hooks get new Python objects; a PyLayer
     (2.6, 3.x) gives the object that it was given, and asks for that.
@@ -83,8 +83,6 @@ def without_graph(tensor: paddle.Tensor) -> paddle.Tensor:
     if type(tensor) is not paddle.Tensor and is_parameter(tensor):
         return tensor
     kept = tensor.detach()
-    if not tensor.stop_gradient:
-        kept.stop_gradient = False  # a PyLayer may ask what it saved
     if _HAS_ATTRIBUTES and (attributes := tensor.__dict__):
         kept.__dict__.update(attributes)
     return kept

@@ -9,17 +9,17 @@ from typing import Any
 from paddle_recompute._files import write_json
 from paddle_recompute.app.config import Config, sync_arguments
 from paddle_recompute.app.data import build_loader, prepare_data
-from paddle_recompute.app.encoder import encoders_of
 from paddle_recompute.app.trainer import (
     Chunks,
     Objective,
     join_ranks,
+    recompute_alone,
     seeded_model,
+    wrap,
 )
 from paddle_recompute.distributed import barrier, values_of_ranks
 from paddle_recompute.doctor import doctor
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.recompute import apply_recompute
 
 _MOST_PAIRS = 16
 
@@ -39,14 +39,15 @@ def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
     is_main = os.environ.get("PADDLE_TRAINER_ID", "0") == "0"
     if is_main:
         say("Comparing the model with the plain one, in a few steps on one batch")
+        if (policy := config.recompute.policy) in ("budget", "segments"):
+            say(f"recompute.policy: {policy}: each part is recomputed here, as by policy: all")
     rank = join_ranks(config)
     data = prepare_data(config, rank, barrier)
     local_batch = min(config.local_batch, _MOST_PAIRS)
     batch = next(iter(build_loader(config, data, rank, local_batch=local_batch)))
     del batch["index"]
     model = seeded_model(config, data.tokenizer.vocab_size)
-    for encoder in encoders_of(model) if config.recompute.enable else ():
-        apply_recompute(encoder, config.recompute)
+    wrap(model, recompute_alone(config))
     report = doctor(
         model,
         batch,

@@ -118,7 +118,7 @@ class Call:
                 its forward has changed nothing.
         """
         stamps, opaque = [], False
-        for leaf in _nested.leaves_of((args, kwargs)):
+        for leaf in _nested.leaves_of((args, kwargs) if kwargs else args):
             if _nested.is_tensor(leaf):
                 stamps.append((leaf, _writes.stamp(leaf)))
             else:

@@ -66,7 +66,7 @@ from paddle_recompute.captured_state.names import (
     is_deterministic,
     is_library,
     is_of_python,
-    kind_of,
+    kinds_of,
     methods,
     names_in,
     nothing,
@@ -82,6 +82,8 @@ MAX_OBJECTS = 2_000
 
 _LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None)})
 """Types of values that hold no other objects."""
+_WITH_GRAPHS = (paddle.Tensor, tuple)
+"""Types of values that `detach_value` may replace."""
 _STATISTICS_NAMES = frozenset({*STATISTICS, "_use_global_stats", "eval", "train", "training"})
 """Names in code that may read the statistics of a BatchNorm, or switch it during a forward to eval
 mode, in which its kernel reads them.
@@ -232,7 +234,8 @@ class _Search:
                 if not _nested.is_tensor(leaf):
                     search._visit(leaf, path)
         search.may_draw |= bool(search._objects)
-        search._look_up_names()
+        if search._objects or len(search.names) > len(UNNAMED):
+            search._look_up_names()
         return search
 
     def found(self) -> AbstractSet[int]:
@@ -330,8 +333,9 @@ class _Search:
         """Visit each value; returns whether one is a tensor with a graph."""
         has_graph = False
         for name, value in zip(reader.found, values, strict=True):
-            if type(value) not in _LEAVES:
-                has_graph |= detach_value(value) is not value
+            if (kind := type(value)) not in _LEAVES:
+                if issubclass(kind, _WITH_GRAPHS):
+                    has_graph |= detach_value(value) is not value
                 self._visit(value, name)
         return has_graph
 
@@ -379,7 +383,7 @@ class _Search:
         of_class = dict(zip(map(type, layers), layers, strict=True))
         for layer_class in of_class.keys() & self._kinds.keys():
             del of_class[layer_class]
-        self._kinds.update(zip(of_class, map(kind_of, of_class), strict=True))
+        self._kinds.update(kinds_of(of_class))
         dicts, readers, before = self.snapshot.add_layers(layers), [], []
         with_objects = []
         for index, (layer_class, entries) in enumerate(zip(map(type, layers), dicts, strict=True)):

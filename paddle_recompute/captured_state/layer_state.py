@@ -244,7 +244,8 @@ class LayerState:
 
     def _add(self, layers: list[paddle.nn.Layer]) -> None:
         self.known.update(zip(map(id, layers), layers, strict=True))
-        parameters = [*map(_parameters_of, map(vars, layers))]
+        dicts = [*map(vars, layers)]
+        parameters, buffers = [*map(_parameters_of, dicts)], [*map(_buffers_of, dicts)]
         norms: set[int] = set()  # the BatchNorms, several of which may share their statistics
         statistics: set[int] = set()
         if STATISTICS[0] in {*_flat(parameters)}:
@@ -252,11 +253,14 @@ class LayerState:
                 if STATISTICS[0] in own and isinstance(layer, BATCH_NORMS):
                     norms.add(id(layer))
                     statistics.update(id(own[name]) for name in STATISTICS)
-        for layer, buffers in zip(layers, map(_buffers_of, map(vars, layers)), strict=True):
-            if buffers or id(layer) in norms:
-                self._add_buffers(layer, is_norm=id(layer) in norms)
-            else:
-                self._bare.append(buffers)
+        if not norms and not any(buffers):  # mostly
+            self._bare += buffers
+        else:
+            for layer, own in zip(layers, buffers, strict=True):
+                if own or id(layer) in norms:
+                    self._add_buffers(layer, is_norm=id(layer) in norms)
+                else:
+                    self._bare.append(own)
         values = _flat(map(dict.values, parameters))
         trained = [p for p in values if p is not None and id(p) not in statistics]
         self._stamps.append(_writes.Stamps(trained))
@@ -300,7 +304,8 @@ class LayerState:
         """
         filled = [(buffers, dict(buffers)) for buffers in filter(None, self._bare)]
         undo.append(functools.partial(self._empty_all_but, filled))
-        self._empty_all_but(())
+        if filled:
+            self._empty_all_but(())
         for holder in self._holders:
             undo.append(functools.partial(fill_dict, holder.tensors, dict(holder.tensors)))
             holder.restore()

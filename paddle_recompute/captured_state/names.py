@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
@@ -133,13 +133,15 @@ class Codes:
             for owner, names in owners.items()
         ]
 
-    def are_current(self) -> bool:
-        """Whether no function was replaced or added since."""
+    @staticmethod
+    def are_current(recorded: Iterable[Codes]) -> bool:
+        """Whether no function was replaced or added since they were recorded."""
         try:
-            for reference, size, read, codes in self._codes:
-                owner = reference()
-                if len(vars(owner)) != size or read(owner) != codes:
-                    return False
+            for one in recorded:
+                for reference, size, read, codes in one._codes:
+                    owner = reference()
+                    if len(vars(owner)) != size or read(owner) != codes:
+                        return False
         except (AttributeError, TypeError):
             return False
         return True
@@ -226,7 +228,7 @@ class _InPaddle:
 
     def check(self) -> None:
         """Clear the cache if a function of Paddle was replaced."""
-        if not self._codes.are_current():
+        if not Codes.are_current((self._codes,)):
             _kinds.clear()
             foreign_in_paddle.cache_clear()
             self._names, self._codes = set(), Codes({})
@@ -285,16 +287,27 @@ def nothing(_: object) -> tuple[()]:
 _kinds: dict[int, Kind] = {}
 _in_paddle = _InPaddle()
 check_paddle = _in_paddle.check
-"""Call it before `kind_of`."""
+"""Call it before `kinds_of`."""
+
+
+def kinds_of(classes: Collection[type]) -> dict[type, Kind]:
+    """The `Kind` of each class, made again if its code was replaced."""
+    known = [*map(_kinds.get, map(id, classes))]
+    if None in known or not Codes.are_current(map(_codes_of_kind, known)):
+        known = [*map(kind_of, classes)]
+    return dict(zip(classes, known, strict=True))  # type: ignore[arg-type]
 
 
 def kind_of(layer_class: type) -> Kind:
     """The `Kind` of a class, made again if its code was replaced."""
     key = id(layer_class)
     known = _kinds.get(key)
-    if known is None or not known.codes.are_current():
+    if known is None or not Codes.are_current((known.codes,)):
         known = _kinds[key] = Kind(layer_class, lambda _: _kinds.pop(key, None))
     return known
+
+
+_codes_of_kind = attrgetter("codes")
 
 
 def _bases(kind: type) -> list[type]:

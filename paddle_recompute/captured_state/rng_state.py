@@ -53,7 +53,7 @@ class RngState(NamedTuple):
     def now(self) -> RngState:
         """The present state of the streams that are not None here."""
         fields = zip(self, _STREAMS, strict=True)
-        return RngState(*(None if state is None else read() for state, (read, _, _) in fields))
+        return RngState(*[None if state is None else read() for state, (read, _, _) in fields])
 
 
 _STREAMS: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]], ...] = (

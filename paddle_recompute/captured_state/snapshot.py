@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from itertools import chain, islice
-from operator import is_, itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import paddle
@@ -28,6 +28,7 @@ from paddle_recompute.captured_state.locations import (
 from paddle_recompute.captured_state.names import Reader, reader_of
 
 _flat = chain.from_iterable
+_attributes_of: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 _members_of, _buffers_of = itemgetter(*MEMBER_DICTS), itemgetter(BUFFERS)
 _values_of = methodcaller("values")  # not dict.values, which ignores move_to_end
 Undo = list[Callable[[], object]]
@@ -67,7 +68,11 @@ class Snapshot:
 
     def add(self, container: Any, reader: Reader, before: tuple[Any, ...]) -> None:
         """Record `container`; `before` are the values that `reader` read, none with a graph."""
-        self.add_all([container], [reader], [before])
+        self._containers.append(container)
+        self._readers.append(reader)
+        self._sizes.append(len(container))
+        self._num_read.append(len(before))
+        self._content += before
 
     def add_all(
         self, containers: list[Any], readers: list[Reader], before: list[tuple[Any, ...]]
@@ -88,7 +93,7 @@ class Snapshot:
 
     def add_layers(self, layers: list[paddle.nn.Layer]) -> list[dict[str, Any]]:
         """Record sublayers, parameters and hooks of `layers`; returns their ``__dict__``."""
-        dicts = [layer.__dict__ for layer in layers]
+        dicts = [*map(_attributes_of, layers)]
         self.layers += layers
         self._layer_dicts += dicts
         self._num_buffers += map(len, map(_buffers_of, dicts))
@@ -117,7 +122,7 @@ class Snapshot:
         self._values += _flat(map(_values_of, full))
 
     def _has_same_members(self) -> bool:
-        members = self._member_dicts()
+        members = [*_flat(map(_members_of, self._layer_dicts))]  # `_member_dicts`
         full = [*filter(None, members)]
         return (
             [*map(len, members)] == self._members
@@ -217,9 +222,10 @@ class Snapshot:
         Returns:
             `is_unchanged`, after that.
         """
-        self._set_states(self.locations)
-        for location in self.locations:
-            location.after_forward(found)
+        if self.locations:
+            self._set_states(self.locations)
+            for location in self.locations:
+                location.after_forward(found)
         if changed := self._changed():
             held = self._held()
             for number, location in reversed(changed.items()):
@@ -230,7 +236,7 @@ class Snapshot:
             self._content = [*_flat(held)]
         if not self._has_same_members():
             self._accept_built_members(found())
-        elif all(location.is_unchanged() for location in self.locations):
+        elif not self.locations or all(one.is_unchanged() for one in self.locations):
             return True
         if self._has_exchanged_members() or any(
             location.exchanges_member() for location in self.locations
@@ -288,7 +294,7 @@ class Snapshot:
         self._restore_members()
 
     def _restore_content(self, but: dict[int, Location]) -> None:
-        if but or _is_raising():
+        if but or sys.exc_info()[0]:
             for number, location in self._changed().items():
                 if number not in but:
                     self._restore_after(location)
@@ -299,7 +305,7 @@ class Snapshot:
         location.restore()
 
     def _restore_members_after(self) -> None:
-        if (self._exchanges_members or _is_raising()) and not self._has_same_members():
+        if (self._exchanges_members or sys.exc_info()[0]) and not self._has_same_members():
             self._restore_members()
 
     def _restore_members(self) -> None:
@@ -312,7 +318,3 @@ def _is_same(container: Any, reader: Reader, before: list[Any], size: int) -> bo
         return len(container) == size and all(map(is_, reader.read(container), before))
     except KeyError:
         return False
-
-
-def _is_raising() -> bool:
-    return sys.exc_info()[0] is not None

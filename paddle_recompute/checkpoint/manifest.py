@@ -87,4 +87,6 @@ def _sha256(path: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -129,7 +129,9 @@ def find_checkpoint(
         return found
     if faults:
         others = f" (and {len(faults) - 1} before it are damaged too)" if len(faults) > 1 else ""
-        raise CheckpointError(f"{faults[0]}{others}")
+        raise CheckpointError(
+            f"{faults[0]}{others}; put the file back, or remove {folder} and start anew"
+        )
     raise NoCheckpointError(
         f"{folder}: holds no checkpoint to resume from; set train.resume: false to start anew, "
         "or train.output_dir to the folder of the run to continue"

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from paddle_recompute.distributed.digest import Digests
     from paddle_recompute.distributed.gathering import gathered
     from paddle_recompute.distributed.gloo_lane import (
-        QueuedCollective,
         are_equal,
         fingerprint,
         lane_of,
@@ -64,7 +63,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Digests",
     "Limits",
-    "QueuedCollective",
     "Scope",
     "StopRequest",
     "agree_on_options",

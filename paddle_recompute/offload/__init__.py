@@ -8,20 +8,17 @@ each shard with its state for the update. `_refused_methods` lists the operation
 parameter refuses.
 """
 
-from paddle_recompute.offload._cut import cut
 from paddle_recompute.offload._gradients import OnComplete
 from paddle_recompute.offload._resident import resident
 from paddle_recompute.offload._state import take_part_in_state_dict
-from paddle_recompute.offload.named import OffloadReport, offload_layers, offloaded_optimizer
+from paddle_recompute.offload.named import offload_layers, offloaded_optimizer
 from paddle_recompute.offload.optimizer import OffloadOptimizer
 from paddle_recompute.offload.sequential import OffloadSequential
 
 __all__ = [
     "OffloadOptimizer",
-    "OffloadReport",
     "OffloadSequential",
     "OnComplete",
-    "cut",
     "offload_layers",
     "offloaded_optimizer",
     "resident",

@@ -6,21 +6,21 @@ fastest choice within a budget. It makes a `RecomputePlan`, which wraps the call
 `planning` measures a step under it, and plans anew for what was too much.
 """
 
-from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, Timeline, maximum, simulate
+from paddle_recompute.planner.costs import PLAIN, StepCosts, Timeline, maximum, simulate
 from paddle_recompute.planner.extrapolation import extrapolated, probe
 from paddle_recompute.planner.find_batch import BatchSize, find_batch_size, largest_that_fits
-from paddle_recompute.planner.job import Job
+from paddle_recompute.planner.job import BUCKETS, Job
 from paddle_recompute.planner.measured_costs import measure_costs
 from paddle_recompute.planner.planning import (
     MemoryEstimate,
     estimate,
     plan,
+    plan_of,
     verified,
     within_budget,
 )
 from paddle_recompute.planner.recompute_plan import RecomputePlan, make_plan
 from paddle_recompute.planner.search import (
-    Solution,
     choices_of_policy,
     next_faster,
     smallest,
@@ -29,13 +29,12 @@ from paddle_recompute.planner.search import (
 )
 
 __all__ = [
+    "BUCKETS",
     "PLAIN",
-    "WHOLE",
     "BatchSize",
     "Job",
     "MemoryEstimate",
     "RecomputePlan",
-    "Solution",
     "StepCosts",
     "Timeline",
     "choices_of_policy",
@@ -48,6 +47,7 @@ __all__ = [
     "measure_costs",
     "next_faster",
     "plan",
+    "plan_of",
     "probe",
     "simulate",
     "smallest",

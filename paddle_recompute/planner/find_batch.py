@@ -16,9 +16,9 @@ from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.extrapolation import extrapolated, probe, with_rows
 from paddle_recompute.planner.job import Job, LossFn, check_count
 from paddle_recompute.planner.measured_costs import Progress
-from paddle_recompute.planner.planning import bytes_of_budget
+from paddle_recompute.planner.planning import bytes_of_budget, plan_of
 from paddle_recompute.planner.planning import verified as verified_plan
-from paddle_recompute.planner.recompute_plan import RecomputePlan, infeasible, make_plan
+from paddle_recompute.planner.recompute_plan import RecomputePlan, infeasible
 from paddle_recompute.planner.search import smallest, solve
 
 
@@ -92,17 +92,15 @@ def find_batch_size(
     check_count("local_batch", local_batch)
     options = {"optimizer": optimizer, "sync": sync, "checkpoints": checkpoints}
     job = Job(model, sample_batch, loss_fn, **options)  # type: ignore[arg-type]
-    patterns = None if checkpoints is None else tuple(checkpoints)
     probes = probe(job, progress)
     divisors = [n for n in range(1, local_batch + 1) if local_batch % n == 0]
-    signature = job.signature()
 
     @functools.cache
     def planned(rows: int) -> RecomputePlan | None:
         costs = extrapolated(probes, rows)
         if solve(costs, budget) is None:
             return None
-        return make_plan(costs, budget, signature=signature, checkpoints=patterns)
+        return plan_of(job, costs, budget)
 
     def fits(count: int) -> bool:
         return count <= len(divisors) and planned(divisors[count - 1]) is not None

@@ -22,13 +22,16 @@ from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import parts_of_owners
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.sharding import inner_of
-from paddle_recompute.train_step import check_one_loss, inputs_of_cache
+from paddle_recompute.train_step import check_one_loss, fault_of_loss, inputs_of_cache
 
 LossFn = Callable[[Any, Any], paddle.Tensor]
 
+BUCKETS = "communication buckets"
+"""Of `Job.extra_bytes`: the step is that of one of several ranks."""
 _MOMENTS = {"Adam": 2, "AdamW": 2, "Lamb": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2}
 _MOMENTS |= {"Momentum": 1, "Adagrad": 1, "SGD": 0, "RMSProp": 3, "Adadelta": 2}
 
@@ -73,8 +76,17 @@ class Job:
     keep: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Check that there is one way to compute the gradient."""
+        """Check that there is one way to compute the gradient, and the patterns.
+
+        Raises:
+            ConfigError: As `check_one_loss` and `RecomputeConfig` do.
+        """
         check_one_loss(self.loss_fn, self.grad_cache)
+        given: Any = (AUTO if self.checkpoints is None else self.checkpoints), self.keep
+        patterns = RecomputeConfig(checkpoints=given[0], keep=given[1])
+        if self.checkpoints is not None:
+            object.__setattr__(self, "checkpoints", tuple(patterns.checkpoints))
+        object.__setattr__(self, "keep", tuple(self.keep))
 
     @property
     def blocks(self) -> dict[str, paddle.nn.Layer]:
@@ -92,15 +104,8 @@ class Job:
             assert self.loss_fn is not None
             with self.autocast():
                 loss = self.loss_fn(self.model, self.batch)
-            if not isinstance(loss, paddle.Tensor):
-                raise PlanError(f"loss_fn returns {type(loss).__name__}; return a scalar Tensor")
-            if loss.size != 1:
-                raise PlanError(f"loss_fn must return a scalar Tensor; its shape is {loss.shape}")
-            if loss.stop_gradient or not loss.is_floating_point():
-                raise PlanError(
-                    "the loss of loss_fn needs no gradient, so the step has no backward: is the "
-                    "model frozen, or the loss detached, of integers, or made under no_grad?"
-                )
+            if fault := fault_of_loss(loss):
+                raise PlanError(fault)
             loss.backward()
 
     @property

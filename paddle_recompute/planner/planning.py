@@ -108,7 +108,7 @@ def estimate(
         **options: More of `Job`: ``extra_bytes``, ``keeps_gradients``, ``autocast``.
 
     Raises:
-        ConfigError: `batch_size` is no number of rows.
+        ConfigError: `batch_size` is no number of rows, or patterns are not a list of texts.
         PlanError: The step cannot be measured, or does not fit the device with every block
             recomputed.
         DependencyError: This Paddle cannot reset the peak (2.6).
@@ -183,7 +183,7 @@ def plan(
         The plan; ``plan.apply(model)`` puts it into effect.
 
     Raises:
-        ConfigError: `memory_budget` is no number of bytes.
+        ConfigError: `memory_budget` is no number of bytes, or patterns are not a list of texts.
         PlanError: Nothing stays within the budget (the message names the smallest budget that is
             enough), the step cannot be measured, or it does not fit the device with every block
             recomputed.
@@ -215,17 +215,25 @@ def plan(
         **options,
     )
     costs = measure_costs(job, progress=progress)
-    patterns = None if checkpoints is None else tuple(checkpoints)
-    found = make_plan(
-        costs,
-        memory_budget,
-        signature=job.signature(),
-        checkpoints=patterns,
-        preserve_rng_state=job.preserve_rng_state,
-        keep=tuple(keep),
-        or_smallest=verify,
-    )
+    found = plan_of(job, costs, memory_budget, or_smallest=verify)
     return verified(job, found) if verify else found
+
+
+def plan_of(job: Job, costs: StepCosts, budget: int, *, or_smallest: bool = False) -> RecomputePlan:
+    """The plan of the step `job`, which has the `costs`; see `make_plan`.
+
+    Raises:
+        PlanError: Nothing stays within `budget` bytes.
+    """
+    return make_plan(
+        costs,
+        budget,
+        signature=job.signature(),
+        checkpoints=None if job.checkpoints is None else tuple(job.checkpoints),
+        preserve_rng_state=job.preserve_rng_state,
+        keep=tuple(job.keep),
+        or_smallest=or_smallest,
+    )
 
 
 def _refuse_offload(options: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from paddle_recompute.distributed import is_distributed
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import StepCosts, Timeline, Units, simulate
+from paddle_recompute.planner.job import BUCKETS
 from paddle_recompute.planner.measured_costs import treat_units
 from paddle_recompute.planner.search import Solution, next_faster, smallest, solve
 from paddle_recompute.recompute import first_wrapped_part, undo_recompute
@@ -289,6 +290,12 @@ _SHARD = (
 )
 
 
+_SMALLER = (
+    "give a smaller batch (find_batch_size finds the largest one, as does paddle-recompute "
+    "estimate with --memory-budget) or gradient-cache chunk"
+)
+
+
 def infeasible(
     costs: StepCosts, memory_budget: int, least: Solution, measured: Collection[int] = ()
 ) -> str:
@@ -300,11 +307,12 @@ def infeasible(
         least: What has the smallest predicted peak.
         measured: The peaks of the plans that were measured, in bytes; empty: none was.
     """
-    peak, held, shard = least.timeline.peak, costs.base, [_SHARD] if is_distributed() else []
+    peak, held = least.timeline.peak, costs.base
+    shard = [_SHARD] if is_distributed() or BUCKETS in costs.held else []
     if peak.where.startswith("update") or held > 0.8 * peak.bytes:
         lower = ["use fewer or smaller parameters, or an optimizer with smaller moments", *shard]
     else:
-        lower = ["give a smaller batch or gradient-cache chunk"]
+        lower = [_SMALLER]
         if costs.held.get("moments"):
             lower = ["use an optimizer with smaller moments", *shard, *lower]
         if peak.where.startswith(("second", "backward")):

@@ -40,7 +40,6 @@ from paddle_recompute._paddle.saved_tensors import MetadataLists, dtype_of
 from paddle_recompute.captured_state import Call
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import (
-    Recorder,
     SavedHandle,
     begin_recording,
     end_recording,
@@ -76,11 +75,11 @@ class FrameHandle(SavedHandle):
                 frame.recompute(is_last)
             finally:
                 # If it raised, drop the frame: Paddle leaks the argument of a hook that raises.
-                if frame.is_released and not frame._failed_name:
+                if frame.call is None and not frame._failed_name:
                     self.frame = _RELEASED
         # Not the last unpack: the graph still holds the memory (2.6, 3.x), so the handle may, too.
         value = self.take(is_last, same_object)
-        if is_last and not frame.is_released:
+        if is_last and frame.call is not None:
             if not self.is_spent:
                 self.is_spent = True
                 frame.num_awaited -= 1
@@ -157,7 +156,8 @@ class Frame:
         if not begin_recording(self):
             raise HooksAreTaken
         try:
-            self._inputs = save_inputs((args, kwargs), storage, _pack_of(outer))
+            pack = None if outer is None else outer.pack
+            self._inputs = save_inputs((args, kwargs), storage, pack)
             self._is_recording, self._compares_values = True, call.compare_values
             outputs = call.first(args, kwargs)
         except BaseException as error:  # the caller may catch the error and continue
@@ -190,11 +190,6 @@ class Frame:
             self._end_of_forward = last
             if last.is_alone:
                 last.part.outputs = None
-
-    @property
-    def is_released(self) -> bool:
-        """Whether the inputs are released, so that it cannot run again."""
-        return self.call is None
 
     def release(self) -> None:
         """Release the inputs and the state of the call."""
@@ -261,7 +256,7 @@ class Frame:
 
     def _release_if_unused(self) -> None:
         """Release the inputs at the end of a backward, unless a handle needs a second forward."""
-        if all(
+        if self.call is not None and all(
             handle is None or handle.is_spent or handle.tensor is not None
             for handle in self._live_handles()
         ):
@@ -325,7 +320,9 @@ def run_inside_recomputation(
 ) -> Any:
     """Run an inner `call` while its outer frame is recomputed."""
     # Packs the inputs into the outer recomputation, in order, as the first forward did.
-    save_inputs((args, kwargs), storage, _pack_of(innermost()))
+    outer = innermost()
+    assert outer is not None
+    save_inputs((args, kwargs), storage, outer.pack)
     begin_recording(_DiscardAll())
     try:
         return call.run(args, kwargs)
@@ -336,8 +333,3 @@ def run_inside_recomputation(
 def is_inside_recomputation() -> bool:
     """Whether a recomputed function is running in its second forward."""
     return isinstance(innermost(), (Recomputation, _DiscardAll))
-
-
-def _pack_of(outer: Recorder | None) -> Callable[[paddle.Tensor], SavedHandle | None] | None:
-    """The method that makes handles of the `outer` frame; None without one."""
-    return None if outer is None else outer.pack

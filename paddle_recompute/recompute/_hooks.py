@@ -47,12 +47,14 @@ class SavedHandle:
     check of ``inplace_version``.
     """
 
-    __slots__ = ("__weakref__", "is_for_engine", "layout", "tensor", "version")
+    __slots__ = ("__weakref__", "is_for_engine", "layout", "stop_gradient", "tensor", "version")
 
     is_for_engine: bool
     """Whether an operator of Paddle unpacks it, not a PyLayer; set on Paddle 2.6 only."""
     layout: TensorMetadata | None
     """The metadata of the first forward, if strides or offset of `tensor` differ."""
+    stop_gradient: bool
+    """That of what was saved, which a PyLayer may ask."""
     tensor: paddle.Tensor | None
     version: int
 
@@ -62,7 +64,7 @@ class SavedHandle:
 
     def keep(self, tensor: paddle.Tensor) -> None:
         """Keep `tensor` without its graph (`without_graph`)."""
-        self.tensor = without_graph(tensor)
+        self.tensor, self.stop_gradient = without_graph(tensor), tensor.stop_gradient
         self.version = version_of(tensor)
 
     def release(self) -> None:
@@ -85,7 +87,11 @@ class SavedHandle:
             kept = with_layout(kept, self.layout)
         if is_last:
             self.tensor = None  # freed as in Paddle, even if the output is still referenced
-        if same_object or (is_last and not ENGINE_TAKES_MEMORY):
+        if same_object:
+            if type(kept) is paddle.Tensor:  # not a parameter itself
+                kept.stop_gradient = self.stop_gradient
+            return kept
+        if is_last and not ENGINE_TAKES_MEMORY:
             return kept
         return memory_for_engine(kept) if self.is_for_engine else shares_memory(kept)
 
@@ -135,6 +141,8 @@ class _Pair:
         self._num_recording = 0
         self._hooks: Any = None
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._is_shared = False
+        """Whether more than one thread has ever run operators under it."""
 
     def enter(self) -> None:
         """Count one more recording thread.
@@ -143,9 +151,10 @@ class _Pair:
             ValueError: Hooks of other code are in force.
         """
         with self._lock:
-            self.register_thread()
+            if not _thread.is_known:
+                self.register_thread()
             if self._hooks is None:
-                hooks = paddle.autograd.saved_tensors_hooks(*_pack_and_unpack())
+                hooks = _own_pair() if PACK_LEAKS_A_REFERENCE else _shared_pair
                 hooks.__enter__()
                 self._hooks = hooks
             self._num_recording += 1
@@ -158,7 +167,7 @@ class _Pair:
         """
         with self._lock:
             self._num_recording -= 1
-            if len(self._threads) > 1:
+            if self._is_shared:
                 me = threading.current_thread()
                 if any(thread is not me and thread.is_alive() for thread in self._threads):
                     before_saved_tensors_hooks(self.make_room)
@@ -185,6 +194,7 @@ class _Pair:
         if not _thread.is_known:
             with self._lock:
                 self._threads.add(threading.current_thread())
+                self._is_shared = self._is_shared or len(self._threads) > 1
             _thread.is_known = True
 
 
@@ -298,8 +308,9 @@ def _may_need_gradient(tensor: paddle.Tensor) -> bool:
     return bool(paddle.is_floating_point(tensor) or paddle.is_complex(tensor))
 
 
-def _pack_and_unpack() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The hooks of a new pair; if Paddle leaks references, with an unpack hook of its own."""
-    if PACK_LEAKS_A_REFERENCE:
-        return _pack_and_note, functools.partial(_unpack)
-    return _pack, _unpack
+_shared_pair = paddle.autograd.saved_tensors_hooks(_pack, _unpack)
+
+
+def _own_pair() -> Any:
+    """A pair with an unpack hook of its own, for Paddle versions that leak references."""
+    return paddle.autograd.saved_tensors_hooks(_pack_and_note, functools.partial(_unpack))

@@ -70,6 +70,9 @@ class Input:
         return tensor
 
 
+_nested.ATOMS.add(Input)
+
+
 def save_inputs(
     inputs: Any,
     storage: InputStorage,
@@ -89,8 +92,8 @@ def save_inputs(
     def keep_leaf(leaf: Any) -> Any:
         if not _nested.is_tensor(leaf):
             return leaf
-        found = kept.get(id(leaf))
-        if is_parameter(leaf):
+        found, is_a_parameter = kept.get(id(leaf)), is_parameter(leaf)
+        if is_a_parameter:
             source: Any = leaf
         elif pack is not None:
             # For each occurrence: an argument of the outer function that it also captures is one
@@ -100,7 +103,7 @@ def save_inputs(
             source = storage.keep(leaf)
         if found is None:
             stamp = stamp_of(leaf) if isinstance(source, paddle.Tensor) else None
-            attributes = None if is_parameter(leaf) else _nested.attributes_of(leaf)
+            attributes = None if is_a_parameter else _nested.attributes_of(leaf)
             found = kept[id(leaf)] = Input(source, leaf.stop_gradient, stamp, attributes, what)
         return found
 

@@ -79,6 +79,7 @@ class Recomputation:
         self._recomputed: list[Any] = []
         """The tensors that the second forward saves; None if the graph has freed the handle."""
         self._versions: list[int] = []
+        self._flags: list[bool] = []
         self._each_first_metadata: list[TensorMetadata] = []
         """`_first_metadata` per tensor; made when a single tensor is compared."""
         self._layouts: dict[int, TensorMetadata] = {}
@@ -89,6 +90,7 @@ class Recomputation:
 
     def pack(self, tensor: paddle.Tensor) -> None:
         """Keep the tensor, without its graph."""
+        self._flags.append(tensor.stop_gradient)
         tensor = without_graph(tensor)
         self._recomputed.append(tensor)
         self._versions.append(version_of(tensor))
@@ -156,9 +158,11 @@ class Recomputation:
                 f"The second forward of {self.call.name} is not a repetition of the first: "
                 f"{self._difference}. {RECOMPUTATION_ADVICE}"
             )
-        for handle, tensor, version in zip(self._handles, tensors, self._versions, strict=False):
+        rows = zip(self._handles, tensors, self._versions, self._flags, strict=False)
+        for handle, tensor, version, flag in rows:
             if handle is not None:
                 handle.tensor, handle.version, handle.layout = tensor, version, None
+                handle.stop_gradient = flag
         for index, layout in self._layouts.items():
             if (handle := self._handles[index]) is not None:
                 handle.layout = layout

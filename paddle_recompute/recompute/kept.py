@@ -333,7 +333,7 @@ class _Waiting(SavedHandle):
     function.
     """
 
-    __slots__ = ("_away", "_stays", "_stop_gradient")
+    __slots__ = ("_away", "_stays")
 
     def __init__(self, tensor: paddle.Tensor) -> None:
         super().__init__(tensor)
@@ -348,14 +348,13 @@ class _Waiting(SavedHandle):
             return
         kept = storage.keep(tensor)
         if not _nested.is_tensor(kept):
-            self._away, self._stop_gradient = kept, tensor.stop_gradient
-            self.layout, self.tensor = metadata_of(tensor), None
+            self._away, self.layout, self.tensor = kept, metadata_of(tensor), None
 
     def value(self, is_last: bool, same_object: bool = False) -> paddle.Tensor:
         """See `SavedHandle`."""
         if self.tensor is None and self._away is not None:
             tensor = self._away.load()
-            tensor.stop_gradient = self._stop_gradient
+            tensor.stop_gradient = self.stop_gradient
             self.keep(tensor)
         if is_last:
             self._away = None

@@ -167,7 +167,7 @@ def modes_of(model: paddle.nn.Layer) -> dict[str, bool]:
 
 
 def names_in_scope(model: paddle.nn.Layer, optimizer: Any) -> dict[str, dict[str, str]]:
-    """The variables of the trained state, by section and by name in a state."""
+    """Names in the scope of the trained variables, by section of the state and name in it."""
     # A Layer with two names has both in the state, and one of them among the parameters.
     # ``_dropout_state`` of a recurrent Layer (3.3) has no numbers, and no place in dygraph's state.
     in_state = {
@@ -185,7 +185,7 @@ def names_in_scope(model: paddle.nn.Layer, optimizer: Any) -> dict[str, dict[str
 
 @contextlib.contextmanager
 def converted(what: str) -> Iterator[None]:
-    """Around the user's code while a Program is built: what fails is said to be no Program."""
+    """Inside, the user's code builds a Program; an error of the conversion names `what`."""
     try:
         with native().refusing_truth():
             yield

@@ -101,7 +101,7 @@ class ProgramCache:
 
 @dataclass
 class CachedProgram:
-    """The Programs of a step with a gradient cache. PIR values must die before their Program.
+    """The Programs of a step with a gradient cache. Values of PIR are freed before their Program.
 
     Attributes:
         norm: The gradient norm, a variable of `update`.
@@ -177,14 +177,14 @@ class CachedProgram:
         return micro_batch
 
     def num_examples(self, fed: Any) -> float:
-        """How many a micro-batch has: its queries, unless the loss weighs the ranks itself."""
+        """The examples of a micro-batch: its queries, unless the loss weighs the ranks itself."""
         if isinstance(self.loss, ContrastiveLoss) and self.loss.negatives == "global":
             return 1
         inputs, _ = inputs_of_cache(fed)
         return num_rows_of(inputs[0], "query")
 
     def rows(self, feeds: Sequence[Any]) -> list[int]:
-        """The ranks may have different numbers of rows."""
+        """Empty: the ranks may have different numbers of rows."""
         return []
 
     def run(self, feeds: Sequence[Any], weights: Sequence[float]) -> list[float]:

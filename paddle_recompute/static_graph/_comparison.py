@@ -1,7 +1,7 @@
 """The Program of a step is compared with dygraph: from the same state, on the same micro-batches.
 
-Dygraph computes in float32, so a Program in mixed precision is compared coarsely, and a Program
-that is built without mixed precision sharply: what is converted wrongly, is so in both.
+Dygraph computes in float32. So a Program in mixed precision is compared with a large tolerance, and
+the same Program in float32 with a small one: a wrong conversion is in both.
 
 Both start from the Program's parameters, `displaced`. What a step has is its loss, so a gradient is
 compared as far as the loss depends on it.

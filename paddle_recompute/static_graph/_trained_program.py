@@ -155,7 +155,7 @@ class ScopeState:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Around runs after which all is as it was."""
+        """Inside, Programs may run; at the end all variables have their values of the beginning."""
         before = self.get(self.lasting)
         try:
             yield
@@ -169,7 +169,7 @@ class ScopeState:
 
 @dataclass
 class TrainedProgram:
-    """A Program and its variables. PIR values must die before their Program, so they are first.
+    """A Program and its variables. Values of PIR, which come first, are freed before it.
 
     Attributes:
         gradients: The gradients that a run adds to the step's, by the name of the parameter.
@@ -209,15 +209,15 @@ class TrainedProgram:
         return self.feeds.arrays(micro_batch)
 
     def num_examples(self, fed: Arrays) -> float:
-        """How many a micro-batch has: the rows of its first array."""
+        """How many examples a micro-batch has: the rows of its first array."""
         return length_of_first_axis(fed)
 
     def rows(self, feeds: Sequence[Arrays]) -> list[int]:
-        """The rows of each micro-batch if all ranks must have as many."""
+        """The rows of each micro-batch, if all ranks must have the same number."""
         return [length_of_first_axis(fed) for fed in feeds] if self.gathers_rows else []
 
     def dropping_gradients_on_error(self) -> contextlib.AbstractContextManager[None]:
-        """Around a step: its gradients are in no variable that outlives a run."""
+        """Does nothing: no variable with a gradient outlives a run."""
         return contextlib.nullcontext()
 
     def run(self, feeds: Sequence[Arrays], weights: Sequence[float]) -> list[float]:

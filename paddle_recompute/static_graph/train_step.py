@@ -53,7 +53,7 @@ from paddle_recompute.static_graph._trained_program import (
 from paddle_recompute.static_graph.minimize import minimize
 from paddle_recompute.static_graph.options import HasStaticConfig, StaticConfig, static_config
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
-from paddle_recompute.train_step import LOSS_PREFIX, StepResult, check_one_loss
+from paddle_recompute.train_step import LOSS_PREFIX, StepResult, check_one_loss, checked_count
 
 _OF_DYGRAPH = {"sync", "loss_scaler"}
 """Sections that the state of a `TrainStep` has besides."""
@@ -85,7 +85,7 @@ class StaticTrainStep:
             ``config.learning_rate``.
         input_spec: Structured like a micro-batch, a ``paddle.static.InputSpec`` for each Tensor,
             with -1 for a dimension that changes from batch to batch; None: all shapes are fixed.
-        num_examples: As in `TrainStep`, the default of a loss that weighs the ranks itself too.
+        num_examples: As in `TrainStep`, also the default of a loss that weighs the ranks itself.
         model: A dygraph model from which the Program starts and which `write_back` updates; its
             weights are in memory twice. Building the Program does not change the random streams,
             so a resumed run, which builds it in another step, draws the same masks. None: weights
@@ -206,7 +206,7 @@ class StaticTrainStep:
         started = time.perf_counter()
         feeds = [built.fed(batch) for batch in micro_batches]
         counts = [
-            _checked_count(
+            checked_count(
                 built.num_examples(fed) if self._num_examples is None else self._num_examples(batch)
             )
             for batch, fed in zip(micro_batches, feeds, strict=True)
@@ -430,12 +430,6 @@ def _check_start(built: Built, *, is_resumed: bool) -> None:
             "Give model and set_state_dict() the same weights on every rank, for example by "
             "broadcast_from_rank0(model) of paddle_recompute.distributed",
         )
-
-
-def _checked_count(count: float) -> float:
-    if not (math.isfinite(count) and count > 0):
-        raise ConfigError(f"a micro-batch has {count} examples; allowed is a number greater than 0")
-    return count
 
 
 def _mean_count(counts: list[float], rows: list[int], is_due: bool) -> tuple[float, bool]:

@@ -9,7 +9,7 @@ possible. `optimizer` makes the optimizer and its schedule, `optimizer_state` na
 execution.
 """
 
-from paddle_recompute.train_step.backward import inputs_of_cache
+from paddle_recompute.train_step.backward import checked_count, fault_of_loss, inputs_of_cache
 from paddle_recompute.train_step.compiling import CompileReport, compile_model
 from paddle_recompute.train_step.lr_schedule import build_schedule
 from paddle_recompute.train_step.mixed_precision import check_device
@@ -35,8 +35,10 @@ __all__ = [
     "build_schedule",
     "check_device",
     "check_one_loss",
+    "checked_count",
     "compile_model",
     "decayed_parameters",
+    "fault_of_loss",
     "inputs_of_cache",
     "make_optimizer",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -58,18 +59,8 @@ class PlainBackward:
         with self._sync.last_backward() if last else self._sync.no_sync():
             with self._autocast():
                 loss = self._loss_fn(self._model, micro_batch)
-            if not isinstance(loss, paddle.Tensor):
-                raise ConfigError(
-                    f"loss_fn must return a scalar Tensor; it returned {type(loss).__name__}"
-                )
-            if loss.size != 1:
-                raise ConfigError(f"loss_fn must return a scalar Tensor; its shape is {loss.shape}")
-            if loss.stop_gradient or not loss.is_floating_point():
-                raise ConfigError(
-                    "the loss of loss_fn needs no gradient, so nothing would be trained: is it "
-                    "detached, of integers, made under no_grad, or the model frozen? Where a batch "
-                    "has nothing to train on, return model(...).sum() * 0"
-                )
+            if fault := fault_of_loss(loss):
+                raise ConfigError(fault)
             weighted = loss / divisor if divisor != 1 else loss
             if loss_scale is not None:
                 # In float32: a float16 loss times its scale could be infinite on its own.
@@ -115,6 +106,32 @@ class CachedBackward:
 
     def raise_known_cause(self) -> None:
         self._cache.check_repetition()
+
+
+def fault_of_loss(loss: Any) -> str | None:
+    """Why what ``loss_fn`` returned cannot be trained on; None: it can."""
+    if not isinstance(loss, paddle.Tensor):
+        return f"loss_fn must return a scalar Tensor; it returned {type(loss).__name__}"
+    if loss.size != 1:
+        return f"loss_fn must return a scalar Tensor; its shape is {loss.shape}"
+    if loss.stop_gradient or not loss.is_floating_point():
+        return (
+            "the loss of loss_fn needs no gradient, so nothing would be trained: is it detached, "
+            "of integers, made under no_grad, or the model frozen? Where a batch has nothing to "
+            "train on, return model(...).sum() * 0"
+        )
+    return None
+
+
+def checked_count(count: float) -> float:
+    """`count` if it can be the number of examples of a micro-batch.
+
+    Raises:
+        ConfigError: It is not a number above 0.
+    """
+    if not (math.isfinite(count) and count > 0):
+        raise ConfigError(f"a micro-batch has {count} examples; allowed is a number greater than 0")
+    return count
 
 
 def _length_of_first_axis(micro_batch: Any) -> int:

@@ -25,7 +25,13 @@ from paddle_recompute.grad_sync import CommunicationTrace, GradientSync, StepRep
 from paddle_recompute.offload import OffloadOptimizer, OnComplete
 from paddle_recompute.options import AmpConfigs
 from paddle_recompute.sharding import ShardedOptimizer, inner_of
-from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
+from paddle_recompute.train_step.backward import (
+    Backward,
+    CachedBackward,
+    LossFn,
+    PlainBackward,
+    checked_count,
+)
 from paddle_recompute.train_step.gradients import scale_to_norm, unscale
 from paddle_recompute.train_step.mixed_precision import MixedPrecision
 from paddle_recompute.train_step.optimizer_state import (
@@ -392,12 +398,7 @@ class TrainStep:
         """Nothing to do: the steps train the model itself."""
 
     def _count(self, micro_batch: Any) -> float:
-        count = self._num_examples(micro_batch)
-        if not (math.isfinite(count) and count > 0):
-            raise ConfigError(
-                f"a micro-batch has {count} examples; allowed is a number greater than 0"
-            )
-        return count
+        return checked_count(self._num_examples(micro_batch))
 
     @property
     def _must_read(self) -> bool:

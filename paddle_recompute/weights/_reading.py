@@ -10,16 +10,13 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from paddle_recompute._files import read_json
+from paddle_recompute._files import INDEX, read_json, weights_file
 from paddle_recompute.errors import CheckpointError, listed
 from paddle_recompute.weights._pdparams import weights_in
 
 # By structured name. Paddle's bfloat16 tensors become uint16 arrays, and back.
 Arrays = dict[str, NDArray[Any]]
 
-_SUFFIXES = (".pdparams", ".safetensors")
-_INDEX = ".safetensors.index.json"
-_IN_A_FOLDER = (f"model{_INDEX}", "model.safetensors", "model_state.pdparams")
 _CONFIGS = ("config.json", "model_config.json")
 _SAFETENSORS_TYPES = {
     "F64": np.float64,
@@ -56,20 +53,10 @@ def read_arrays(path: Path) -> Arrays:
 
 
 def _read(path: Path) -> Arrays:
-    if path.is_dir():
-        path = next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), path)
-        if path.is_dir():
-            raise CheckpointError(
-                f"{path}: this folder holds none of {', '.join(_IN_A_FOLDER)}; name the file"
-            )
-    is_index = path.name.endswith(_INDEX)
-    if not is_index:
-        check_suffix(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such file")
-    if is_index:
-        return _read_shards(path)
-    return weights_in(path) if path.suffix == ".pdparams" else _read_safetensors(path)
+    file = weights_file(path)
+    if file.name.endswith(INDEX):
+        return _read_shards(file)
+    return weights_in(file) if file.suffix == ".pdparams" else _read_safetensors(file)
 
 
 def kind_beside(path: Path) -> str:
@@ -87,14 +74,6 @@ def kind_beside(path: Path) -> str:
             names = [found.get(key) for key in ("model_type", "architectures", "init_class")]
             return f"{names}".lower()
     return ""
-
-
-def check_suffix(path: Path) -> None:
-    """Raise CheckpointError if a file of this name cannot hold weights."""
-    if path.suffix not in _SUFFIXES:
-        raise CheckpointError(
-            f"{path}: received the suffix {path.suffix!r}; allowed are {' and '.join(_SUFFIXES)}"
-        )
 
 
 def _read_shards(index: Path) -> Arrays:

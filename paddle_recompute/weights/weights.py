@@ -17,7 +17,7 @@ import paddle
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from paddle_recompute._files import written_whole
+from paddle_recompute._files import check_weights_suffix, written_whole
 from paddle_recompute.errors import CheckpointError, listed
 from paddle_recompute.weights._naming import (
     NAMINGS,
@@ -27,12 +27,7 @@ from paddle_recompute.weights._naming import (
     naming_of,
     to_ours,
 )
-from paddle_recompute.weights._reading import (
-    Arrays,
-    check_suffix,
-    kind_beside,
-    read_arrays,
-)
+from paddle_recompute.weights._reading import Arrays, kind_beside, read_arrays
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -55,7 +50,7 @@ def save_weights(
             has no names there.
     """
     path = Path(path)
-    check_suffix(path)
+    check_weights_suffix(path)
     if to == "paddle_recompute":
         _write(model.state_dict(), path)
     else:
@@ -174,7 +169,7 @@ def convert_weights(
     source, target = Path(source), Path(target)
     if to not in NAMINGS:
         raise CheckpointError(f"--to: received {to!r}; allowed are {', '.join(NAMINGS)}")
-    check_suffix(target)
+    check_weights_suffix(target)
     arrays = read_arrays(source)
     if naming_of(arrays) is None:
         raise CheckpointError(

@@ -87,6 +87,19 @@ def test_options_that_are_gone_are_refused(arguments: list[str], words: str) -> 
     assert words in command(*arguments, code=2).stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["mine.yaml"], "name the YAML file with --config, as in --config mine.yaml"),
+        (["train.max_steps=5"], "name the YAML file with --config, as in --config run.yaml"),
+        (["--config", "a.yaml", "--train.max_steps=5"], "without --, as train.max_steps=VALUE"),
+        (["--config", "a.yaml", "--max_step", "5"], "No such option '--max_step'"),
+    ],
+)
+def test_a_setting_and_a_file_that_are_written_in_another_way(given: list[str], words: str) -> None:
+    assert words in run("train", *given, code=2).stderr
+
+
 def test_a_missing_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_installed, "_installed_version", lambda: None)
     for ranks in (1, 2):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paddle_recompute.app.cli import _process
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.errors import CheckpointError
 from tests.app.commands import command
@@ -17,6 +18,12 @@ from tests.app.trainer.trained_run import make_run
 
 NEGATIVES = {"contrastive__hard_negatives": 90, "contrastive__fill": "random"}
 PRECISION = {"strategy__amp": True, "strategy__amp_configs__dtype": "bfloat16"}
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command would choose another path of MKL, for this process and all tests after it."""
+    monkeypatch.setattr(_process, "speed_settings", lambda *_, **__: {})
 
 
 def validated(folder: Path, *, code: int = 0, **changes: Any) -> dict[str, Any]:
@@ -47,6 +54,65 @@ def test_what_the_pairs_and_the_device_do_not_allow(
     assert found["valid"] is False and words in found["faults"][0]
 
 
+MATCHES_NOTHING = "the pattern 'none.*' matches no sublayer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"recompute__checkpoints": ["none.*"]}, f"recompute.checkpoints: {MATCHES_NOTHING}"),
+        ({"recompute__keep": ["none.*"]}, f"recompute.keep: {MATCHES_NOTHING}"),
+        (
+            {
+                "recompute__policy": "budget",
+                "recompute__memory_budget": 1,
+                "recompute__keep": ["x"],
+            },
+            "recompute.keep: the pattern 'x' matches no sublayer",
+        ),
+        (
+            {"recompute__offload_parameters": "host", "recompute__checkpoints": ["none.*"]},
+            f"recompute.checkpoints: {MATCHES_NOTHING}",
+        ),
+        (
+            {"model": {"name": "no_such_module:Mean"}},
+            "the module no_such_module cannot be imported",
+        ),
+        ({"train__output_dir": "FILE"}, "train.output_dir: FILE: FILE is a file; name a folder"),
+        ({"train__output_dir": "FILE/run"}, "train.output_dir: FILE/run: FILE is a file"),
+        ({"data__cache_dir": "FILE"}, "data.cache_dir: FILE: FILE is a file; name a folder"),
+    ],
+)
+def test_what_the_model_and_the_folders_do_not_allow(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    file = str(tmp_path / "a file")
+    Path(file).write_text("")
+    given = {
+        key: value.replace("FILE", file) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
+    found = validated(tmp_path, code=2, **given)
+    assert words.replace("FILE", file) in found["faults"][0]
+
+
+def test_without_paddle_the_model_is_not_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    monkeypatch.setattr("paddle_recompute._installed._installed_version", lambda: None)
+    [note] = validated(tmp_path, recompute__keep=["none"])["notes"]
+    assert note.startswith("model, recompute: not compared with each other: PaddlePaddle is not")
+
+
+def test_a_budget_that_is_not_compared_is_a_note(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    budget = {"recompute__policy": "budget", "recompute__memory_budget": 1}
+    [note] = validated(tmp_path, **budget)["notes"]
+    assert note.startswith("recompute.memory_budget: not compared with what a step takes")
+
+
 def test_folders_of_two_encoders(tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.tsv")
     make_folder(tmp_path / "one")
@@ -62,9 +128,10 @@ def test_folders_of_two_encoders(tmp_path: Path) -> None:
         Trainer(config).run()
     make_folder(tmp_path / "other")
     command("config", "validate", "--config", file)
-    (tmp_path / "other" / "model.safetensors").unlink()
+    weights = tmp_path / "other" / "model.safetensors"
+    weights.rename(weights.with_name("other.safetensors"))  # which training does not read
     told = command("config", "validate", "--config", file, code=2).stderr
-    assert "model.positive_from: " in told and "holds no file of weights" in told
+    assert "model.positive_from: " in told and "this folder holds none of" in told
 
 
 def test_a_run_of_two_encoders_is_not_the_encoder_of_positives(tmp_path: Path) -> None:

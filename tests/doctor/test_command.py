@@ -125,6 +125,22 @@ def test_a_warning_alone_ends_with_exit_code_0(called: Callable[..., Result]) ->
 
 
 @pytest.mark.parametrize(
+    "policy",
+    [
+        ["recompute.policy=budget", "recompute.memory_budget=1GiB"],
+        ["recompute.policy=segments", "mode=static"],
+    ],
+)
+def test_policies_that_dygraph_does_not_apply(
+    policy: list[str], called: Callable[..., Result]
+) -> None:
+    result = called(*policy)
+    assert result.exit_code == 0, result.output
+    assert ": each part is recomputed here, as by policy: all" in result.output
+    assert "2 recomputed\nok: no fault found" in result.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--config", "a.yaml", "--parity"], "--parity is gone: call paddle-recompute parity"),
@@ -136,6 +152,13 @@ def test_refused_options(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(cli.main, ["doctor", *arguments])
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_a_folder_that_is_a_file_is_told_before_the_steps(called: Callable[..., Result]) -> None:
+    result = called("train.output_dir=pairs.tsv")
+    assert result.exit_code == 2
+    assert "train.output_dir: pairs.tsv: " in result.output and "is a file" in result.output
+    assert "Comparing" not in result.output
 
 
 def test_a_report_that_cannot_be_written_is_told(called: Callable[..., Result]) -> None:

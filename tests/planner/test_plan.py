@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -381,8 +382,8 @@ def with_loss(loss_fn: Any) -> Callable[[Job], Job]:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (with_loss(loss_of(lambda loss: (loss,))), {}, "returns tuple"),
-        (with_loss(loss_of(float)), {}, "returns float"),
+        (with_loss(loss_of(lambda loss: (loss,))), {}, "returned tuple"),
+        (with_loss(loss_of(float)), {}, "returned float"),
         (with_loss(loss_of(lambda loss: loss.detach())), {}, "needs no gradient"),
         (with_loss(loss_of(lambda loss: loss.astype("int64"))), {}, "needs no gradient"),
         (with_loss(None), {}, "neither of loss_fn"),
@@ -437,6 +438,19 @@ def test_a_budget_that_is_too_small_is_refused() -> None:
     found = planned(job, number + 4096, optimizer=optimizer)
     assert found.measured_bytes is not None
     assert "smallest feasible budget" in str(found)
+
+
+@pytest.mark.parametrize("given", [{"keep": "layers.*"}, {"keep": None}, {"checkpoints": "*"}])
+def test_patterns_are_read_as_apply_recompute_reads_them(given: Any) -> None:
+    job = job_of("encoder")
+    with pytest.raises(ConfigError) as refusal:
+        RecomputeConfig(**given)
+    with pytest.raises(ConfigError, match=re.escape(str(refusal.value))):
+        plan(job.model, job.batch, job.loss_fn, memory_budget=2**30, **given)
+    auto: Any = "auto"  # as in RecomputeConfig
+    assert plan(
+        job.model, job.batch, job.loss_fn, memory_budget=2**30, checkpoints=auto, verify=False
+    ).checkpoints == ("auto",)
 
 
 def test_what_blocks_keep_is_counted() -> None:

@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from paddle_recompute.app.cli import _process, main
+from paddle_recompute.app.config import load_config
+from paddle_recompute.errors import ConfigError
 from paddle_recompute.planner import RecomputePlan
 from tests.app.report.pages import Page
 from tests.planner.chains import measured
@@ -36,6 +38,7 @@ def test_plan_writes_a_table_and_a_page(tmp_path: Path) -> None:
         assert policy in result.output
     page = Page(tmp_path / "memory.html")
     assert page.links == [] and page.text.count("smallest") == 2  # table, words
+    assert f"written: {tmp_path / 'plan.json'}" in result.output
     for words in ("plan for 80.0 MiB", "Memory over one step"):
         assert words in page.text
     assert RecomputePlan.load(tmp_path / "plan.json").memory_budget == 80 * 2**20
@@ -60,7 +63,7 @@ def test_estimate_of_another_step_makes_a_plan() -> None:
     result = CliRunner().invoke(main, given)
     assert result.exit_code == 0, result.output
     assert "as configured: offload_parameters: ranks; the table is without it" in result.output
-    assert "plan for" not in result.output
+    assert "no plan" in result.output and "does not go with offload_parameters" in result.output
 
 
 @measured
@@ -83,11 +86,47 @@ def test_estimate_needs_no_budget() -> None:
     assert peaks[0][1] == peaks[1][1] != peaks[2][1]
 
 
-def test_plan_refuses_what_leaves_it_no_choice() -> None:
-    spread = ["recompute.offload_parameters=ranks", "recompute.num_shards=3"]
-    budget = ["--memory-budget", "80MiB"]
-    result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *budget, *SMALL, *spread])
-    assert result.exit_code == 2 and "use paddle-recompute estimate" in result.output
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "recompute.offload_parameters=host",
+        "recompute.offload=host",
+        "recompute.engine=fleet",
+        "model.towers=separate",
+        "train.compile=to_static",
+    ],
+)
+def test_plan_refuses_what_train_refuses(setting: str) -> None:
+    budget = ["recompute.memory_budget=2147483648", "recompute.policy=budget"]
+    with pytest.raises(ConfigError) as refusal:
+        load_config(CONFIG, [*SMALL, setting, *budget])
+    given = ["--memory-budget", "2147483648", *SMALL, setting]
+    result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *given])
+    assert result.exit_code == 2 and str(refusal.value).partition(" has ")[2] in result.output
+    assert result.stdout == "" and "Measuring" not in result.output
+
+
+@measured
+def test_a_budget_that_is_too_small_for_a_configuration_of_ranks() -> None:
+    small = ["data.vocab_size=500", "model.num_layers=1", "contrastive.global_batch=8"]
+    given = ["--memory-budget", "1MiB", *small]
+    result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *given])
+    assert result.exit_code == 2 and "strategy.sharding: true" in result.output
+    result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *given, "launch.num_ranks=1"])
+    assert result.exit_code == 2 and "sharding" not in result.output
+
+
+@measured
+def test_estimate_with_segments_advises_settings() -> None:
+    small = ["data.vocab_size=500", "model.num_layers=2", "contrastive.global_batch=8"]
+    segments = ["mode=static", "recompute.policy=segments"]
+    result = CliRunner().invoke(main, ["estimate", "--config", CONFIG, *small, *segments])
+    assert result.exit_code == 0, result.output
+    assert "set recompute.policy=all or every_n, or let paddle-recompute plan" in result.output
+    result = CliRunner().invoke(
+        main, ["estimate", "--config", CONFIG, *small, 'recompute.keep=["none"]']
+    )
+    assert result.exit_code == 2 and "recompute.keep: the pattern 'none'" in result.output
 
 
 @pytest.mark.parametrize(
@@ -97,6 +136,11 @@ def test_plan_refuses_what_leaves_it_no_choice() -> None:
         (["--memory-budget", "12 bananas"], "no number of bytes"),
         (["--memory-budget", "A100-40G"], "no number of bytes"),
         (["--memory-budget", "8GiB", "--what-if", "hats=3"], "is not known"),
+        (
+            ["--memory-budget", "8GiB", "--output", CONFIG],
+            f"--output: {CONFIG}: {CONFIG} is a file",
+        ),
+        (["--memory-budget", "8GiB", "launch.device=gpu"], "launch.device is gpu, but the"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], message: str) -> None:

@@ -146,6 +146,8 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     save_weights(Small(1), tmp_path / "half.safetensors")
     whole = (tmp_path / "half.safetensors").read_bytes()
     (tmp_path / "half.safetensors").write_bytes(whole[: len(whole) // 2])
+    for name in ("model.pt", "model.PDPARAMS"):
+        (tmp_path / name).touch()
     (tmp_path / "page.pdparams").write_bytes(b"<html><body>404</body></html>")
     for number, content in enumerate(([1, 2], {"weight": {"nested": 1}}, {"weight": "text"})):
         paddle.save(content, str(tmp_path / f"other{number}.pdparams"))

@@ -9,8 +9,14 @@ from collections.abc import Sequence
 
 import click
 
-from paddle_recompute._run_folder import check_may_start
-from paddle_recompute.app.cli._process import as_json, command, configured
+from paddle_recompute._run_folder import check_folder, check_may_start
+from paddle_recompute.app.cli._process import (
+    as_json,
+    command,
+    configured,
+    prepare_one_process,
+    words_apart,
+)
 from paddle_recompute.app.config import (
     Config,
     Setting,
@@ -18,7 +24,8 @@ from paddle_recompute.app.config import (
     load_config,
     load_settings,
 )
-from paddle_recompute.errors import ConfigError, PaddleRecomputeError
+from paddle_recompute.errors import ConfigError, DependencyError, PaddleRecomputeError
+from paddle_recompute.options import RecomputeConfig
 
 
 @configured(
@@ -45,8 +52,10 @@ def validate(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> Non
     For example: paddle-recompute config validate --config run.yaml mode=static
 
     The files are read as `train` reads them: the pairs, the tokenizer and the description of the
-    model. If one of them is not on this machine, that is a note, and none is read; so is a run in
-    train.output_dir. `train` also counts the devices and looks for packages before it starts.
+    model. If one of them is not on this machine, a note says so, and none is read. A note also
+    names a run in train.output_dir. If Paddle is installed, a model of your own is built, and
+    recompute is applied to it. `train` also counts the devices and looks for packages before it
+    starts.
     """
     try:
         config = load_config(config_file, overrides)
@@ -54,6 +63,11 @@ def validate(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> Non
             from paddle_recompute.app.data import check_files
 
             check_files(config, whole=True)
+        check_folder("train.output_dir", config.train.output_dir)
+        if config.data.source == "cedict" or config.tokenizer_file is None:
+            check_folder("data.cache_dir", config.data.cache_dir)
+        with words_apart(as_json):  # what the user's model prints
+            notes = _check_model(config)
         if config.strategy.amp and (config.mode, config.launch.device) == ("dygraph", "cpu"):
             raise ConfigError(
                 "strategy.amp: true: Paddle has no mixed precision on a CPU in dygraph; set it to "
@@ -65,7 +79,7 @@ def validate(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> Non
             head, *faults = str(error).split("\n  - ")
             click.echo(json.dumps({"valid": False, "faults": faults or [head]}))
         raise
-    notes = [*config.without_effect(), *_missing_files(config)]
+    notes = [*config.without_effect(), *_missing_files(config), *notes]
     train = config.train
     try:
         check_may_start(train.output_dir, resume=train.resume, overwrite=train.overwrite)
@@ -81,6 +95,28 @@ def validate(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> Non
     )
     for note in notes:
         click.echo(f"note: {note}")
+
+
+def _check_model(config: Config) -> list[str]:
+    """Check the user's model and the patterns; returns what is not checked."""
+    notes = [
+        f"{section}.memory_budget: not compared with what a step takes; paddle-recompute {command} "
+        "measures it"
+        for section, command in (("recompute", "plan"), ("contrastive", "train"))
+        if getattr(config, section).memory_budget is not None
+    ]
+    if config.model.is_own or config.recompute != RecomputeConfig():
+        try:
+            prepare_one_process("")
+        except DependencyError as error:
+            return [*notes, f"model, recompute: not compared with each other: {error}"]
+        import paddle
+
+        from paddle_recompute.app.trainer import check_model
+
+        paddle.set_device("cpu")
+        check_model(config)
+    return notes
 
 
 def _missing_files(config: Config) -> list[str]:

@@ -254,7 +254,7 @@ def search(
 
     Or: paddle-recompute search --index pool.npy --queries queries.txt --json > found.jsonl
 
-    Of each text its rank, score (cosine) and words. Of a file, 256 queries are searched for at
+    Shows rank, score (cosine) and words of each text. 256 queries of a file are searched for at
     once.
     """
     if bool(queries) == bool(file):
@@ -329,14 +329,16 @@ def export(
     Or: paddle-recompute export --model outputs/run --format inference --output served
 
     The model is the newest checkpoint of FOLDER. Weights get their tokenizer and a config.json
-    beside them, so that model.init_from and --model read them again. Of separate towers
-    (model.towers) there are two, in the folders query and document.
+    beside them, so that model.init_from and --model read them again. Separate towers
+    (model.towers) are written into two folders, query and document.
     """
     is_program = file_format in ("inference", "onnx")
     if not is_program and not output.endswith(f".{file_format}"):
         raise ConfigError(
             f"--output {output}: must end in .{file_format}, as --format {file_format} says"
         )
+    if is_program and output.endswith(_WEIGHTS):
+        raise ConfigError(f"--output {output}: names a file; --format {file_format} needs a folder")
     if truncate_dim is not None and not is_program:
         raise ConfigError("--truncate-dim: is for programs (inference, onnx); weights are whole")
     prepare_one_process(f"Exporting {folder}")

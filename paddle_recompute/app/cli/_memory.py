@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from paddle_recompute._run_folder import check_folder
 from paddle_recompute.app.cli._process import (
     as_json,
     configured,
@@ -72,26 +73,31 @@ def _show_memory(
     overrides: tuple[str, ...],
     needs_budget: bool,
 ) -> None:
-    config = load_config(config_file, [*overrides, *_what_if(changes)])
+    given, no_plan = [*overrides, *_what_if(changes)], ""
+    config = load_config(config_file, given)
     budget = config.recompute.memory_budget
     if memory_budget is not None:
         budget = byte_count(memory_budget)
-    place = config.recompute.offload_parameters
-    if needs_budget and budget is None:
+    if budget is not None:
+        planned = ["recompute.policy=budget", f"recompute.memory_budget={budget}"]
+        try:
+            load_config(config_file, [*given, *planned])
+        except ConfigError as error:
+            no_plan = f"no plan, which is trained with recompute.policy=budget: {error}"
+            if needs_budget:
+                raise ConfigError(no_plan) from error
+    elif needs_budget:
         raise ConfigError(
             "plan needs a budget: give --memory-budget 8GiB, or set recompute.memory_budget"
         )
-    if needs_budget and place != "none":
-        raise ConfigError(
-            f"plan chooses what is recomputed, and recompute.offload_parameters: {place} "
-            "recomputes every block; use paddle-recompute estimate, or remove that setting"
-        )
+    if output is not None:
+        check_folder("--output", Path(output))
     prepare_one_process(f"Measuring the blocks of {config_file} in this process")
     from paddle_recompute.app.trainer import memory_report
 
     with progress("call", "measure") as show:
         folder = Path(output) if output is not None else None
-        report = memory_report(config, budget=budget, folder=folder, progress=show)
+        report = memory_report(config, budget=budget, no_plan=no_plan, folder=folder, progress=show)
     if as_json:
         click.echo(json.dumps(report.to_dict()))
         return

@@ -13,7 +13,7 @@ import click
 
 from paddle_recompute._files import read_json
 from paddle_recompute._installed import require_paddle
-from paddle_recompute._run_folder import RECORD, hold
+from paddle_recompute._run_folder import RECORD, check_folder, hold
 from paddle_recompute.app.cli._process import (
     as_json,
     configured,
@@ -64,8 +64,8 @@ def train(config_file: str, max_restart: int, overrides: tuple[str, ...]) -> Non
     record, one JSON object.
 
     SIGTERM and Ctrl-C finish the step and save it; the exit code is 143 or 130 then. With
-    train.resume=auto the same command goes on. A run in the folder is gone on with, or the folder
-    is refused; train.overwrite=true removes that run.
+    train.resume=auto the same command goes on. If train.output_dir holds a run, that run is
+    resumed, or the command fails; train.overwrite=true removes it.
     """
     record = run_on_ranks(
         load_config(config_file, overrides),
@@ -163,6 +163,7 @@ def _judge(
     as_json: bool,
 ) -> None:
     """Print what `act` reports on the ranks, and end with its code."""
+    check_folder("train.output_dir", config.train.output_dir)
     with words_apart(as_json):
         report = run_on_ranks(config, arguments, act, start=_launch, result=f"{arguments[0]}.json")
     if is_launched():  # the launcher goes on with it

@@ -29,6 +29,28 @@ as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object 
 _debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
+class _Command(click.Command):
+    """A command whose errors say how a setting and ``--config`` are written."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name.lstrip("-")
+            if name not in setting_names(Config):
+                raise
+            words = f"{name} is a setting; write it without --, as {name}=VALUE"
+            raise click.UsageError(words, ctx) from None
+        except click.MissingParameter as error:
+            if error.param is None or error.param.name != "config_file":
+                raise
+            file = next((word for word in given if word.endswith((".yaml", ".yml"))), "run.yaml")
+            words = f"name the YAML file with --config, as in --config {file}"
+            raise click.UsageError(words, ctx) from None
+
+
 def command(*options: Option, interrupted: str = "interrupted") -> Callable[[Any], click.Command]:
     """Makes a command of a function, which gets the values of `options`.
 
@@ -47,7 +69,7 @@ def command(*options: Option, interrupted: str = "interrupted") -> Callable[[Any
 
         for option in reversed((*options, _debug)):
             run = option(run)
-        return click.command()(run)
+        return click.command(cls=_Command)(run)
 
     return decorate
 

@@ -27,7 +27,7 @@ def report(output: str | None, follow: bool, as_json: bool, runs: tuple[str, ...
     For example: paddle-recompute report outputs/a outputs/b --output both.html
 
     RUN is the train.output_dir of a run. The page stands alone: open it in a browser, or send it.
-    With --follow it loads itself again while a run goes on.
+    With --follow the browser loads it again while a run goes on.
     """
     if output is not None and Path(output).suffix != ".html":
         raise OutputError(f"--output {output}: must end in .html; any file there is replaced")

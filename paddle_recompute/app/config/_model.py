@@ -177,7 +177,7 @@ class ModelConfig(Section):
 
     @property
     def prompts(self) -> tuple[str, str]:
-        """That of queries and that of documents."""
+        """The prompts of queries and of documents."""
         return self.query_prompt, self.document_prompt
 
     @property

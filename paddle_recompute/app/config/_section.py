@@ -37,6 +37,13 @@ from paddle_recompute.options import Options, Rule
 
 MISSING = "missing"  # pydantic's error type for a required field that is not given
 FAULT = "fault"  # error type of everything else that is worded here
+_KINDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "list": "a list, as in [a, b]",
+}
 _LIMITS = {"above": "gt", "below": "lt"}
 
 Broken = Iterator[tuple[str, str]]
@@ -297,6 +304,8 @@ def allowed(message: str) -> str:
     message = re.sub(r" after validation, not \d+$", "", message)
     settings = "a mapping of settings; remove it for the defaults"
     message = re.sub(r"a valid dictionary( or instance of \w+)?$", settings, message)
+    for kind, words in _KINDS.items():
+        message = message.replace(f"a valid {kind}", words)
     return re.sub(r"^(Value error, )?\w+ should (?=be|have)", "must ", message)
 
 

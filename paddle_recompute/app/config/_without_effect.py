@@ -1,8 +1,8 @@
 """Which settings of a sound configuration change nothing in the run that it describes, and why.
 
-A contradiction or a slip of the pen is refused when the file is read. What is here is sound, and
-only without meaning for this number of ranks, this mode or this switch: one file serves one process
-and many, with recompute and, by an override, without. So it is said, once, when the run starts.
+A contradiction or a typo is refused when the file is read. The settings here are valid, but have no
+effect with this number of ranks, this mode or this switch: one file serves one process and many,
+with recompute and, by an override, without. So a note says it once, when the run starts.
 """
 
 from __future__ import annotations

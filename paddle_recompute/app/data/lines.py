@@ -97,7 +97,8 @@ def _lines(
                     yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
                 is_rest = not line.endswith(b"\n")
     except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file") from None
+        here = "" if path.is_absolute() else f" in the current folder, {Path.cwd()}"
+        raise DataError(f"{path}: there is no such file{here}; correct the name") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip data after line {number} ({error})") from error
     except OSError as error:

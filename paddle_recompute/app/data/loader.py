@@ -367,14 +367,14 @@ class RankSampler:
         return order[: len(order) // size * size].reshape(-1, size)
 
     def random(self, epoch: int, number: int, count: int) -> npt.NDArray[np.float64]:
-        """`count` random numbers for each pair of a batch: those of any other number of ranks."""
+        """`count` random numbers for each pair of a batch; the number of ranks does not matter."""
         every = self._num_ranks * self._local_batch
         drawn = self.stream(epoch, number).random((every, count))
         first = self._rank * self._local_batch
         return drawn[first : first + self._local_batch]
 
     def stream(self, epoch: int, *place: int) -> np.random.Generator:
-        """The random numbers of a `place` in an epoch: none of another place, nor of its order.
+        """A random stream for a `place` in an epoch; no other place shares it, nor does the order.
 
         A place as one more seed would not do: NumPy fills up short seeds with zeros.
         """

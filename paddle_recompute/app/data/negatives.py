@@ -78,7 +78,7 @@ class HardNegatives:
         Args:
             pairs: Their numbers.
             random: ``[pairs, keys]``, as many keys as `num_keys`: those with the least are taken.
-            stream: Makes the random numbers of what is filled in, of the pair's number.
+            stream: Gives the random numbers for what is filled in, by the number of a pair.
         """
         drawn = np.empty((len(pairs), self._count), np.int64)
         for row, (pair, keys) in enumerate(zip(pairs, random, strict=True)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from paddle_recompute._files import weights_file
 from paddle_recompute.app.config import Config, DataConfig, model_folder, tokenizer_beside
 from paddle_recompute.app.data._cache_folder import require_file
 from paddle_recompute.app.data.cedict import LICENSE, mine_cedict, mined_cedict
@@ -30,7 +31,7 @@ _SHOWN_REASONS = 5
 
 
 class DataDigest(NamedTuple):
-    """What a run must have again to go on, and on all ranks."""
+    """An input that must be the same on all ranks, and when the run is resumed."""
 
     file: str
     """Where it is from."""
@@ -64,7 +65,7 @@ class PreparedData:
 
 
 def check_vocabulary(config: Config) -> None:
-    """Check that ``model.init_from`` has its own vocabulary; each row of its words is an entry.
+    """Check that the tokenizer has the vocabulary that ``model.init_from`` was trained with.
 
     Raises:
         DataError: The tokenizer cannot be read.
@@ -75,7 +76,11 @@ def check_vocabulary(config: Config) -> None:
     pad_id = config.model.pad_token_id
     for name, place in (("init_from", source), ("positive_from", config.model.positive_from)):
         if place is not None:
-            _check_weights_are_there(f"model.{name}: {place}", place)
+            told = model_folder(place)
+            try:
+                weights_file(place if told is None else told.weights)
+            except CheckpointError as error:
+                raise CheckpointError(f"model.{name}: {error}") from error
     if file is None and source is not None:
         raise ConfigError(
             f"model.init_from: {source} has no tokenizer.json or vocab.txt beside it, and each row "
@@ -106,16 +111,6 @@ def check_vocabulary(config: Config) -> None:
             "tokenizer of the weights"
         )
     config.model.rows(tokenizer.vocab_size)
-
-
-def _check_weights_are_there(name: str, place: Path) -> None:
-    if not place.exists():
-        raise CheckpointError(f"{name}: there is no such file or folder")
-    found = model_folder(place)
-    weights = found.weights if found is not None else place
-    files = weights.iterdir() if weights.is_dir() else [weights]
-    if not any(file.suffix in (".safetensors", ".pdparams") and file.exists() for file in files):
-        raise CheckpointError(f"{name}: holds no file of weights, .safetensors or .pdparams")
 
 
 def prepare_data(
@@ -288,7 +283,7 @@ def read_file(
     account: Account,
     negatives: tuple[float, float],
 ) -> list[Pair]:
-    """The pairs of the file ``data.name``, of which a line has so many `negatives`."""
+    """The pairs of the file ``data.name``; `negatives`: the least and the most of a line."""
     least, most = negatives
     found = read_pairs(
         path,

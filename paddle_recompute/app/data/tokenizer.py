@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_recompute._files import LARGEST, parse_json, read_json
+from paddle_recompute._files import LARGEST, parse_json, read_json, write_text
 from paddle_recompute.app.data._cache_folder import write_whole
 from paddle_recompute.errors import DataError, DependencyError
 
@@ -173,7 +173,7 @@ class PairTokenizer:
 
     def save(self, path: str | Path) -> None:
         """Write ``tokenizer.json`` to `path`, atomically: the file that `load_tokenizer` read."""
-        write_whole(Path(path), self._text)
+        write_text(Path(path), self._text, "name another file or folder")
 
     def save_for_others(self, path: str | Path, max_tokens: int) -> None:
         """Write a ``tokenizer.json`` with which `tokenizers` alone makes the ids of `encode`.
@@ -186,7 +186,7 @@ class PairTokenizer:
         copy.enable_truncation(max_tokens)
         pad_id = copy.token_to_id(self.pad_token)
         copy.enable_padding(pad_id=pad_id, pad_token=self.pad_token)
-        write_whole(Path(path), copy.to_str(pretty=True))
+        write_text(Path(path), copy.to_str(pretty=True), "name another file or folder")
 
 
 def load_tokenizer(path: str | Path, *, pad_id: int = PAD_ID) -> PairTokenizer:

@@ -6,9 +6,10 @@ from functools import cache
 
 import paddle
 from paddle.nn import MultiHeadAttention
-from paddle.nn.functional import dropout, scaled_dot_product_attention, softmax
+from paddle.nn.functional import scaled_dot_product_attention, softmax
 
 from paddle_recompute._paddle.version import paddle_version
+from paddle_recompute.app.encoder.cpu_forms import dropout, has_forms
 
 HALF_PRECISION = (paddle.float16, paddle.bfloat16)
 
@@ -67,10 +68,13 @@ class AttentionCore:
             return scaled_dot_product_attention(query, key, value, added, training=self.training)
         scores = paddle.matmul(query * self.head_dim**-0.5, key, transpose_y=True)
         if added is not None:
-            scores = scores + (added if added.dtype == scores.dtype else added.astype(scores.dtype))
+            added = added if added.dtype == scores.dtype else added.astype(scores.dtype)
+            if added.stop_gradient and has_forms(scores):
+                added = added.expand_as(scores)  # a broadcast sum takes a CPU nine times as long
+            scores = scores + added
         weights = softmax(scores)
         if self.dropout:
-            weights = dropout(weights, self.dropout, training=self.training)
+            weights = dropout(weights, self.dropout, self.training)
         return paddle.matmul(weights, value)
 
 

@@ -24,6 +24,7 @@ from paddle.nn import Dropout, Embedding, LayerNorm, Linear
 
 from paddle_recompute.app.config import ModelConfig, model_folder
 from paddle_recompute.app.encoder.attention import HALF_PRECISION, SelfAttention
+from paddle_recompute.app.encoder.cpu_forms import use_cpu_forms
 from paddle_recompute.app.encoder.decoder import HIDDEN_SCORE, Decoder
 from paddle_recompute.app.encoder.own import build_own
 from paddle_recompute.app.encoder.towers import TwoTowers, encoders_of
@@ -117,6 +118,7 @@ class ErnieEncoder(paddle.nn.Layer):
                 config.hidden_size, config.projection_size, weight_attr=_initial_weight(config)
             )
         self._is_tanh = config.projection_activation == "tanh"
+        use_cpu_forms(self)
 
     def forward(
         self,

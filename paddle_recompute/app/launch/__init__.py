@@ -1,4 +1,4 @@
-"""Start the ranks of a run, and tell what became of them; needs no Paddle in this process."""
+"""Start the ranks of a run, and report how they ended; needs no Paddle in this process."""
 
 from paddle_recompute.app.launch._rank_process import (
     STARTED,

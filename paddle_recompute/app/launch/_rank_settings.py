@@ -34,7 +34,7 @@ def speed_settings(
 
 
 def quiet_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """What keeps Paddle's own remarks out of a rank's output, less what is set already."""
+    """Variables that keep Paddle's own messages out of a rank's output, if they are not set yet."""
     settings = {
         "GLOG_minloglevel": "2",  # errors only: no "Successfully connected to 127.0.0.1"
         "PYTHONWARNINGS": "ignore:No ccache found",

@@ -255,7 +255,7 @@ def _end(ranks: list[subprocess.Popen[bytes]], said: BinaryIO) -> None:
 
 @contextmanager
 def signals_as_exit() -> Iterator[None]:
-    """A polite kill, or a terminal that is closed, ends this process by way of `finally`."""
+    """Inside, SIGTERM and SIGHUP raise SystemExit, so that `finally` blocks run."""
 
     def leave(number: int, frame: object) -> None:
         sys.exit(128 + number)

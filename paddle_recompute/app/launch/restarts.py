@@ -1,4 +1,4 @@
-"""Start the ranks again where one of them died, and what a command ends with."""
+"""Start the ranks again where one of them died; the exit codes of a command."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _saved_in(folder: Path) -> list[tuple[Path, int]]:
 @contextmanager
 def errors_in_one_paragraph(debug: bool, interrupted: str) -> Iterator[None]:
     """Print an error of this library as a paragraph and exit with code 2 (1: a rank failed with
-    another error). In a rank, the other ranks hear of it.
+    another error). A rank also reports it to the other ranks.
     """
     try:
         yield

@@ -232,7 +232,7 @@ class Index:
 
     @property
     def truncate_dim(self) -> int | None:
-        """That of the encoder that made the vectors."""
+        """The `truncate_dim` of the encoder that made the vectors."""
         return self._shape[1] if "-" in self.fingerprint else None
 
     def __len__(self) -> int:
@@ -367,9 +367,8 @@ class Index:
         if encoder is not None:
             check_encoder(encoder)
         if not queries or not all(query.strip() for query in queries):
-            raise DataError(
-                f"received {len(queries)} queries; allowed are one or more, none of them blank"
-            )
+            blank = "none" if not queries else "a blank query"
+            raise DataError(f"received {blank}; give one or more queries, each with some text")
         encoder = encoder or self._own_encoder()
         self.check_model(encoder)
         queries = [query.strip() for query in queries]
@@ -435,6 +434,6 @@ def _find(path: Path) -> Path:
     described = [file.with_suffix("") for file in path.glob("*.npy.json")]
     found = sorted(file for file in described if file.exists())
     if len(found) != 1:
-        names = ", ".join(file.name for file in found) or "none"
-        raise DataError(f"{path}: holds {names} of encoded texts; name one file")
+        names = ", ".join(file.name for file in found) or "no .npy file"
+        raise DataError(f"{path}: holds {names} that `encode` wrote; name one, or encode texts")
     return found[0]

@@ -54,7 +54,7 @@ class MiningOptions:
             magnitude; None: any score.
 
     Raises:
-        DataError: The ranks are none.
+        DataError: `first_rank` and `last_rank` are no range of ranks.
     """
 
     num_negatives: int = 5

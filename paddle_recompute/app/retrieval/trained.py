@@ -76,7 +76,7 @@ class TrainedEncoder:
         return int(getattr(encoders_of(self.model)[0], "max_tokens", in_training))
 
     def parts(self) -> dict[str, TrainedEncoder]:
-        """Itself; of separate towers the two, each for texts of its side, by folder."""
+        """The encoder, or each of two separate towers, by the folder that it is exported to."""
         encoders, config = encoders_of(self.model), self.config
         if len(encoders) == 1:
             return {"": self}
@@ -337,7 +337,7 @@ def check_encoder(encoder: TrainedEncoder) -> None:
     """Check that an argument is an encoder.
 
     Raises:
-        DataError: It is not; the folder of a run is none.
+        DataError: It is not, for example because it is the folder of a run.
     """
     if not isinstance(encoder, TrainedEncoder):
         raise DataError(f"received the encoder {encoder!r}; load_encoder(folder) makes one")

@@ -11,7 +11,9 @@ from paddle_recompute.app.trainer.budget_plan import step_seed
 from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, total_steps
 from paddle_recompute.app.trainer.memory_report import memory_report
 from paddle_recompute.app.trainer.setup import (
+    check_model,
     join_ranks,
+    recompute_alone,
     seeded_model,
     wrap,
 )
@@ -27,8 +29,10 @@ __all__ = [
     "batches_of",
     "build_step",
     "check_mode",
+    "check_model",
     "join_ranks",
     "memory_report",
+    "recompute_alone",
     "seeded_model",
     "step_seed",
     "total_steps",

@@ -6,9 +6,8 @@ and the plan is made again.
 
 With ``train.on_oom: replan``, a step that runs out of memory is planned again. A single process
 drops the gradients, makes the smaller plan and repeats the batch: the parameters were not updated,
-so the losses are those of a run that had the plan from the start, to the bit. Of several ranks none
-goes on after another has failed; the smaller plan is written beside the checkpoints, and the next
-start of the run takes it.
+so the losses are bitwise those of a run that had the plan from the start. Several ranks end
+instead: the smaller plan is written beside the checkpoints, and the next start of the run takes it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from paddle_recompute.app.trainer.peak_memory import (
     largest_of_ranks,
     measure_peak,
     plain_peak,
-    plan_of,
 )
+from paddle_recompute.app.trainer.setup import pattern_errors
 from paddle_recompute.app.trainer.step import Batch, Chunks
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import CheckpointError, ConfigError, OutOfMemoryError, PlanError
@@ -41,11 +40,13 @@ from paddle_recompute.planner import (
     StepCosts,
     maximum,
     measure_costs,
+    plan_of,
     within_budget,
 )
 from paddle_recompute.train_step import Step, StepResult
 
 
+@pattern_errors()
 def make_budget_plan(
     config: Config,
     vocab_size: int,
@@ -68,7 +69,7 @@ def make_budget_plan(
 
     Raises:
         PlanError: Nothing stays within ``recompute.memory_budget``.
-        DependencyError: This Paddle cannot start the peak anew.
+        DependencyError: This Paddle cannot reset the peak.
     """
     if earlier is not None:
         check_agreed(earlier)

@@ -1,4 +1,4 @@
-"""Weights that cannot be trained; where NaN or an infinity began; a run that taught nothing."""
+"""Checks of a run: weights that are not finite, the first NaN or infinity, no gain by training."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def explained(error: DivergenceError, step: int, model: paddle.nn.Layer) -> Dive
 
 
 def without_gain(config: Config, record: dict[str, Any]) -> list[str]:
-    """What the figures of a finished run say against its training, in sentences for the user.
+    """Warnings, in sentences for the user, where the figures of a run show no gain by training.
 
     Args:
         config: Of the run.

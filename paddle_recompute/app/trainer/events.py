@@ -83,7 +83,7 @@ class Events(Callback):
             )
 
     def on_log(self, run: Run, record: dict[str, Any]) -> None:
-        """The measurement of a plan does not see what other code allocates in the run."""
+        """Warn of a step above the budget: other code may allocate after the plan was measured."""
         plan, peak = run.steps.plan, record["peak_bytes"]
         if plan is None or peak is None or frees_late(run.config) or plan is self._exceeded:
             return

@@ -71,7 +71,7 @@ class Run:
         schedule: The learning rate of the next step.
         untrained: The metrics before training.
         best: The evaluations so far.
-        position: Where the steps so far have come in the pairs.
+        position: How far the steps so far have come in the pairs.
         figures: Of the steps up to the last save: ``loss``, ``peak_bytes``,
             ``examples_per_second``.
         step: The last step, counted from 1; `done` before the first.
@@ -282,7 +282,7 @@ def batches_of(
 def total_steps(config: Config, steps_per_epoch: int, other: int = 0) -> int:
     """Optimizer steps of the whole run: ``max_steps`` or ``num_epochs``, whichever ends first.
 
-    `other` is how many more the epochs have had, with other batches.
+    `other`: how many more steps the epochs have, because some were made with other batches.
     """
     by_epochs = config.train.num_epochs and config.train.num_epochs * steps_per_epoch + other
     return min(limit for limit in (config.train.max_steps, by_epochs) if limit is not None)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import paddle
-
 from paddle_recompute._paddle.memory import format_bytes
+from paddle_recompute._run_folder import PLAN
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.report import require_bokeh, timeline_chart, write_page
-from paddle_recompute.app.trainer.peak_memory import job_of, plan_of
+from paddle_recompute.app.trainer.peak_memory import job_of
+from paddle_recompute.app.trainer.setup import pattern_errors, use_device
 from paddle_recompute.app.trainer.step import Chunks
 from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner import (
@@ -25,6 +25,7 @@ from paddle_recompute.planner import (
     extrapolated,
     largest_that_fits,
     measure_costs,
+    plan_of,
     probe,
     simulate,
     smallest,
@@ -41,7 +42,7 @@ class MemoryReport(NamedTuple):
         text: For the terminal: the table, and what there is to say about it.
         figures: The same as JSON values; peaks are bytes, `extra_time` is a share of the plain
             step's time.
-        files: The page.
+        files: The page, and the plan.
     """
 
     text: str
@@ -53,8 +54,14 @@ class MemoryReport(NamedTuple):
         return {**self.figures, "files": [str(path) for path in self.files]}
 
 
+@pattern_errors()
 def memory_report(
-    config: Config, *, budget: int | None, folder: Path | None, progress: Progress | None = None
+    config: Config,
+    *,
+    budget: int | None,
+    no_plan: str = "",
+    folder: Path | None,
+    progress: Progress | None = None,
 ) -> MemoryReport:
     """Measure the step of `config` in this process, on small batches, and tell what it takes.
 
@@ -62,22 +69,23 @@ def memory_report(
 
     Args:
         config: Of a run.
-        budget: Bytes of a plan; None: no plan is made.
+        budget: Bytes of a plan, and of the largest batches; None: there are none.
+        no_plan: Why `config` cannot have a plan; empty: it can.
         folder: Where the page goes; None: there is none.
         progress: Called with (done, total) calls of one batch size.
 
     Raises:
         PlanError: Nothing stays within `budget`, or the step cannot be measured.
-        DependencyError: This Paddle cannot start the peak anew, or Bokeh is missing.
+        DependencyError: This Paddle cannot reset the peak, or Bokeh is missing.
     """
     if folder is not None:
         require_bokeh()
-    paddle.set_device(config.launch.device)
+    use_device(config)
     job, costs, probes = _measured(config, progress)
     keep = config.recompute.keep
     steps, plan = {name: step() for name, step in _policies(costs, keep).items()}, None
     batches = _largest_batches(probes, budget, keep) if budget is not None and probes else {}
-    if budget is not None and config.recompute.offload_parameters == "none":
+    if budget is not None and not no_plan:
         plan = plan_of(job, costs, budget)
         steps[f"plan for {format_bytes(budget)}"] = plan.timeline
     plain = steps["plain"].seconds
@@ -96,7 +104,7 @@ def memory_report(
     title = f"one rank, {config.micro_batch} pairs per micro-batch of full length"
     if keep:
         title += f"; recomputed blocks keep {', '.join(keep)}"
-    words = "\n".join(_words(config, costs, plan))
+    words = "\n".join([*_words(config, costs, plan), *filter(None, [no_plan])])
     files: tuple[Path, ...] = ()
     if folder is not None:
         last = list(steps)[-1]
@@ -113,7 +121,8 @@ def memory_report(
             words=words,
         )
         if plan is not None:
-            plan.save(folder / "plan.json")
+            files = (*files, folder / PLAN)
+            plan.save(files[-1])
     figures = {
         "policies": policies,
         "plan": None if plan is None else plan.to_dict(),
@@ -182,6 +191,11 @@ def _words(config: Config, costs: StepCosts, plan: RecomputePlan | None) -> list
         words.append(str(plan))
     elif place != "none":
         words.append(f"as configured: offload_parameters: {place}; the table is without it")
+    elif section.policy == "segments":
+        words.append(
+            "as configured: policy: segments is not estimated, it joins parts of a Program; set "
+            "recompute.policy=all or every_n, or let paddle-recompute plan choose"
+        )
     elif section.policy != "budget":
         estimate = MemoryEstimate.of(costs, choices_of_policy(costs, section))
         words.append(f"as configured: {estimate}")

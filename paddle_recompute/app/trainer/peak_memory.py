@@ -30,11 +30,11 @@ from paddle_recompute.app.trainer.step import (
 from paddle_recompute.distributed import is_distributed, reduce_numbers
 from paddle_recompute.options import AUTO
 from paddle_recompute.planner import (
+    BUCKETS,
     PLAIN,
     Job,
     RecomputePlan,
     StepCosts,
-    make_plan,
     simulate,
     uniform,
 )
@@ -203,7 +203,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     k_steps = config.strategy.gradient_merge_configs.k_steps
     extra_bytes = {"batches that wait": of_batch * (k_steps * (1 + WAITING_BATCHES) - 1)}
     if config.world_size > 1:
-        extra_bytes["communication buckets"] = min(
+        extra_bytes[BUCKETS] = min(
             config.strategy.fuse_grad_size_in_MB * 2**20,
             sum(int(p.size * p.element_size()) for p in model.parameters()),
         )
@@ -227,24 +227,6 @@ def _of_every_encoder(config: Config, patterns: list[str]) -> list[str]:
     """`patterns` over the names of an encoder, as patterns over those of the model."""
     prefix = "" if config.model.towers == "shared" or patterns == [AUTO] else "*."
     return [prefix + pattern for pattern in patterns]
-
-
-def plan_of(job: Job, costs: StepCosts, budget: int, *, or_smallest: bool = False) -> RecomputePlan:
-    """The plan of the step `job`, which has the `costs`; see `make_plan`.
-
-    Raises:
-        PlanError: Nothing stays within `budget` bytes.
-    """
-    assert job.checkpoints is not None
-    return make_plan(
-        costs,
-        budget,
-        signature=job.signature(),
-        checkpoints=tuple(job.checkpoints),
-        preserve_rng_state=job.preserve_rng_state,
-        keep=tuple(job.keep),
-        or_smallest=or_smallest,
-    )
 
 
 def _autocast(config: Config) -> Any:

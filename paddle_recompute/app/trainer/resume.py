@@ -82,7 +82,7 @@ class RunState(BaseModel):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> RunState:
-        """That of `checkpoint`, which anybody may have written.
+        """The state of `checkpoint`, whose content is not trusted.
 
         Raises:
             CheckpointError: It is not what a run writes.

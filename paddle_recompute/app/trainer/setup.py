@@ -17,8 +17,9 @@ from paddle_recompute.app.data import DataDigest
 from paddle_recompute.app.encoder import build_model, encoders_of
 from paddle_recompute.app.trainer.same_settings import check_same_settings
 from paddle_recompute.distributed import join_process_group, values_of_ranks
-from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.errors import ConfigError, DataError, SelectionError
 from paddle_recompute.offload import offload_layers
+from paddle_recompute.options import AUTO
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute, check_patterns
 
@@ -31,12 +32,7 @@ def join_ranks(config: Config) -> int:
             ranks have different settings or versions.
         PeerError: A rank has failed, or did not come.
     """
-    if config.launch.device == "gpu" and not paddle.is_compiled_with_cuda():
-        raise ConfigError(
-            "launch.device is gpu, but the installed Paddle is built without CUDA; install "
-            "paddlepaddle-gpu or set launch.device=cpu"
-        )
-    paddle.set_device(config.launch.device)
+    use_device(config)
     running = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     if running > 1:
         check_same_settings(config)
@@ -51,9 +47,23 @@ def join_ranks(config: Config) -> int:
     return int(dist.get_rank())
 
 
+def use_device(config: Config) -> None:
+    """Compute on ``launch.device`` from now on.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    if config.launch.device == "gpu" and not paddle.is_compiled_with_cuda():
+        raise ConfigError(
+            "launch.device is gpu, but the installed Paddle is built without CUDA; install "
+            "paddlepaddle-gpu or set launch.device=cpu"
+        )
+    paddle.set_device(config.launch.device)
+
+
 @contextlib.contextmanager
 def run_folder(config: Config, rank: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``train.output_dir`` is there, and this run alone writes into it. All ranks enter.
+    """Inside, ``train.output_dir`` exists, and this run alone writes into it. All ranks enter.
 
     Raises:
         ConfigError: The folder cannot be made, or another run writes into it, or has left what
@@ -91,6 +101,19 @@ def seeded_model(config: Config, vocab_size: int) -> paddle.nn.Layer:
     return model
 
 
+@contextlib.contextmanager
+def pattern_errors() -> Iterator[None]:
+    """Inside, an error about patterns names their section of the configuration."""
+    try:
+        yield
+    except SelectionError as error:
+        words = str(error)
+        if words.startswith("recompute."):
+            raise
+        raise SelectionError(f"recompute.{words}") from error
+
+
+@pattern_errors()
 def wrap(model: paddle.nn.Layer, config: Config, plan: RecomputePlan | None = None) -> str:
     """Apply recompute and offload to `model`, as configured or planned.
 
@@ -112,6 +135,32 @@ def wrap(model: paddle.nn.Layer, config: Config, plan: RecomputePlan | None = No
     for tower in encoders_of(model):
         check_patterns(tower, config.recompute)
     return ""
+
+
+def check_model(config: Config) -> None:
+    """Check that the user's model can be built, and that ``recompute`` selects parts of the model.
+
+    An encoder of this library is built narrow: the names of its parts are the same.
+
+    Raises:
+        ConfigError: The model cannot be imported or built.
+        SelectionError: A pattern matches nothing, or not what it may.
+    """
+    section, rows = config.model.without_weights(), config.model.vocab_size
+    if not section.is_own:
+        narrow = {"hidden_size": 2 * section.num_heads, "intermediate_size": 2, "head_dim": 2}
+        section = section.model_copy(update={**narrow, "vocab_size": None})
+        rows = 2
+    model = build_model(section, rows or config.data.vocab_size)
+    wrap(model, config if config.recompute.policy == "segments" else recompute_alone(config))
+
+
+def recompute_alone(config: Config) -> Config:
+    """`config` with policy ``all`` for a plan or segments, and without offloaded parameters."""
+    alone = {"offload_parameters": "none", "num_shards": 1}
+    if config.recompute.policy in ("budget", "segments"):
+        alone = {"policy": "all", "memory_budget": None, "segments": AUTO}
+    return with_recompute(config, **alone)
 
 
 def with_recompute(config: Config, **changes: Any) -> Config:

@@ -132,9 +132,9 @@ launch: {num_ranks: 2}
     for fault in (
         "mode (line 1): received 'graph'; must be 'dygraph' or 'static'",
         "modle (line 2): received {'a': 1}; unknown key; did you mean mode or model?",
-        "model.hidden_size (line 3): received 'wide'; must be a valid integer",
+        "model.hidden_size (line 3): received 'wide'; must be a whole number",
         "model.heads (line 3): received 3; unknown key; did you mean num_heads or head_dim?",
-        "recompute.checkpoints.1: received 7; must be a valid string",
+        "recompute.checkpoints.1: received 7; must be text",
         "contrastive.temperature (line 5): received 0; must be greater than 0",
         "train.warmup_steps (line 6): received -1; must be greater than or equal to 0",
         "train.max_steps: required if num_epochs is not given",

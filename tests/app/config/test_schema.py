@@ -48,16 +48,17 @@ SPREAD = (
 FAULTS = {
     "model.num_heads=5": "must divide hidden_size = 312",
     "model.preset=huge": "must be 'tiny', 'base' or 'large'",
-    "model.num_layers=true": "must be a valid integer",
+    "model.num_layers=true": "must be a whole number",
     "model.layer_norm_epsilon=.nan": "finite",
     "recompute.memory_budget=1GiB; recompute.engine=fleet; recompute.policy=budget": "fleet",
     "recompute.policy=al": "did you mean all?",
     "recompute.segments=3": "set policy: segments",
     "mode=static; recompute.policy=segments; "
-    "recompute.segments=many": "must be a valid integer or 'auto'",
+    "recompute.segments=many": "must be a whole number or 'auto'",
     "recompute.policy=segments": "mode: dygraph: a Program alone joins sublayers; set policy: all",
     "recompute.checkpoints=[]": "must have at least 1 item",
-    "strategy.amp=1": "must be a valid boolean",
+    "strategy.amp=1": "must be true or false",
+    "recompute.keep=blocks": "must be a list, as in [a, b]",
     "strategy.amp=true; strategy.amp_configs.dtype=half": "must be 'float16' or 'bfloat16'",
     "strategy.amp=true; strategy.amp_configs.dtype=bfloat16; "
     "strategy.amp_configs.use_pure_fp16=true": "level: O2, which contradicts dtype: bfloat16",
@@ -223,7 +224,7 @@ def test_what_a_program_cannot_honour_is_refused_in_static_mode() -> None:
 
 def test_required_fields_are_described() -> None:
     found = dict(faults(train={"learning_rate": None}))
-    assert "must be a valid number" in found["train.learning_rate"]
+    assert "must be a number" in found["train.learning_rate"]
     with pytest.raises(ValidationError, match="required, but not given: batch and loss"):
         Config.model_validate({"model": {"preset": "tiny"}, "train": tree()["train"]})
 

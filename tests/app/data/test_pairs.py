@@ -115,6 +115,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             read_pairs(write(tmp_path, name, "猫\tcat\n"))
     with pytest.raises(DataError, match=r"pairs\.tsv: there is no such file"):
         read_pairs(tmp_path / "pairs.tsv")
+    with pytest.raises(DataError, match=rf"no such file in the current folder, {Path.cwd()}"):
+        read_pairs(Path("pairs.tsv"))
     (tmp_path / "folder.tsv").mkdir()
     with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
         read_pairs(tmp_path / "folder.tsv")

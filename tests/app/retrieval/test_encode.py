@@ -335,12 +335,12 @@ def copy_of(pools: Path, folder: Path) -> Path:
 def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"pool.npy: there is no such file; `paddle-recompute enc"):
         Index.load(tmp_path / "pool.npy")
-    with pytest.raises(DataError, match="holds none of encoded texts; name one file"):
+    with pytest.raises(DataError, match=r"holds no \.npy file that `encode` wrote; name one"):
         Index.load(tmp_path)
     file = copy_of(pools, tmp_path)
     for name in ("more.npy", "more.npy.json", "pool.jsonl"):
         (tmp_path / name).touch()
-    with pytest.raises(DataError, match=r"holds more.npy, pool.npy of encoded texts; name one"):
+    with pytest.raises(DataError, match=r"holds more.npy, pool.npy that `encode` wrote; name"):
         Index.load(tmp_path)
     with pytest.raises(DataError, match=r"pool.jsonl: is no .npy file; encode the texts into one"):
         Index.load(tmp_path / "pool.jsonl")

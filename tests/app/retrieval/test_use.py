@@ -312,7 +312,7 @@ def test_arguments_of_other_types_are_refused(folder: Path, tmp_path: Path) -> N
         ("texts of generator; allowed is a list", lambda: Index(ones, (x for x in some))),
         ("text 0 is 3, of int; expected str", lambda: Index(ones, [3])),
         ("text 0 cannot be written as UTF-8", lambda: Index(ones, ["\udcff"])),
-        (r"2 queries; allowed are one or more, none of", lambda: index.search(["cat", " "])),
+        ("received a blank query; give one or more queries", lambda: index.search(["cat", " "])),
         ("queries of list; allowed is", lambda: index.top([[1.0] * 3], 1)),
         (r"queries of shape \(1, 2\); allowed is \[n, 3\]", lambda: index.top(ones[:, :2], 1)),
         ("top_k=0; allowed are whole numbers", lambda: index.search(some, top_k=0)),
@@ -343,6 +343,12 @@ def test_the_file_holds_the_weights_and_a_new_model_reads_it(
     assert told["written"] == str(output) and told["tensors"] == len(state)
     other = command(*export(run, file_format, tmp_path / "encoder.npz"), code=2).output
     assert f"must end in .{file_format}" in other
+    as_program = command(*export(run, "inference", output), code=2).output
+    assert "names a file; --format inference needs a folder" in as_program
+    (tmp_path / "file").touch()
+    inside = tmp_path / "file" / output.name
+    in_a_file = command(*export(run, file_format, inside), code=2).output
+    assert "name another file or folder" in in_a_file and "cache_dir" not in in_a_file
     config = tiny(tmp_path, model__init_from=str(output))
     model = build_model(config.model, trained.tokenizer.vocab_size)
     written = paddle.load(str(output)) if file_format == "pdparams" else load_file(output)

@@ -234,5 +234,5 @@ def test_a_folder_that_is_removed_during_the_run(
         append_record(path, record)
 
     monkeypatch.setattr(recorder, "append_record", remove_and_write)
-    with pytest.raises(OutputError, match=r"metrics\.jsonl: cannot be written .* folder is gone\)"):
+    with pytest.raises(OutputError, match=r"metrics\.jsonl: .* there is no such folder\)"):
         Trainer(tiny(folder, train__max_steps=5)).run()

@@ -1,0 +1,123 @@
+"""Dropout and the bias of linear layers in forms that take Paddle less time on a CPU.
+
+Paddle's CPU kernels (2.6, 3.x) draw a float for each element of a dropout mask, and sum the
+gradient of a bias column by column. In dygraph, on float32 tensors of a CPU and without AMP, the
+results of these forms are bitwise identical. Elsewhere, so in a Program, and for small tensors they
+are Paddle's own calls. A form can go when Paddle's kernel is as fast.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle.autograd import PyLayer
+
+from paddle_recompute._paddle.amp import OFF, amp_state
+from paddle_recompute._paddle.version import is_dygraph, paddle_version
+
+SMALLEST = 2**14
+"""Elements. With fewer, the Python of a form takes longer than it saves."""
+
+
+def use_cpu_forms(model: paddle.nn.Layer) -> None:
+    """Give each Linear and Dropout of `model`, none of a subclass, its form."""
+    for layer in model.sublayers():
+        layer.__class__ = _FORMS.get(type(layer), type(layer))
+
+
+class Linear(paddle.nn.Linear):
+    """Paddle's, with the gradient of the bias summed row by row."""
+
+    def forward(self, input: paddle.Tensor) -> paddle.Tensor:
+        """As Paddle's."""
+        if self.bias is None or self.bias.stop_gradient or not has_forms(input):
+            return paddle.nn.Linear.forward(self, input)  # to_static of 2.6 has no bare super()
+        # The bias once for each row: its gradient adds the rows one by one, in Paddle's order.
+        first = paddle.zeros([*input.shape[:-1], 1], dtype="int32")
+        return F.linear(input, self.weight) + paddle.gather_nd(self.bias.unsqueeze(0), first)
+
+
+class Dropout(paddle.nn.Dropout):
+    """Paddle's, by `dropout`."""
+
+    def forward(self, input: paddle.Tensor) -> paddle.Tensor:
+        """As Paddle's."""
+        if self.axis is None and self.mode == "upscale_in_train":
+            return dropout(input, self.p, self.training)
+        return paddle.nn.Dropout.forward(self, input)
+
+
+_FORMS = {paddle.nn.Linear: Linear, paddle.nn.Dropout: Dropout}
+
+
+def dropout(x: paddle.Tensor, p: float, training: bool) -> paddle.Tensor:
+    """``F.dropout(x, p, training=training)`` of finite `x`, from one integer for each element.
+
+    Paddle 2.6 keeps its own: its C++ library divides a draw by nearly a power of two where the
+    newer one takes the first bits, so one element of a mask in 10^10 or so would be another one.
+    """
+    if training and has_forms(x) and paddle_version() >= (3, 0, 0):
+        bits, smallest = _kept_draws(float(p))
+        if bits:
+            keep = paddle.randint(0, 2**bits, x.shape, dtype="int32") >= smallest
+            factor = 1 / float(np.float32(1) - np.float32(p))
+            return _Masked.apply(x, keep.astype("uint8"), factor, False)
+    return F.dropout(x, p, training=training)
+
+
+@paddle.jit.not_to_static
+def has_forms(x: paddle.Tensor) -> bool:
+    """Whether an operator of `x` has another form here; reads no tensor."""
+    return (
+        is_dygraph()
+        and x.dtype == paddle.float32
+        and x.place.is_cpu_place()
+        and x.size >= SMALLEST
+        and amp_state() is OFF
+    )
+
+
+@functools.cache
+def _kept_draws(p: float) -> tuple[int, int]:
+    """The number of bits b to draw for a dropout of `p`, and the smallest integer that keeps.
+
+    Paddle rounds a draw u of 64 bits to a float32 and keeps where ``u / 2**64 >= p``; so from the
+    middle of `p` and the float32 below it. That is a multiple of ``2**-b``, and the integer is the
+    first b bits of u. (0, 0): more than 30 bits are needed, or nothing is random.
+    """
+    of = np.float32(p)
+    if not 0 < of < 1:
+        return 0, 0
+    middle = (float(of) + float(np.nextafter(of, np.float32(0)))) / 2
+    numerator, denominator = middle.as_integer_ratio()
+    bits = denominator.bit_length() - 1
+    return (bits, numerator) if bits <= 30 else (0, 0)
+
+
+class _Masked(PyLayer):  # type: ignore[misc, unused-ignore]
+    """`x` divided by the kept share where `keep` is 1, else 0; `keep` alone is saved.
+
+    Paddle's division of float32, scalar by scalar, is correctly rounded. So is the product with the
+    reciprocal `factor` in float64, rounded to float32: a quotient of two float32 is at least 2**-49
+    of itself away from a number where the rounding changes. ``divide`` is not, by MKL's functions.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: paddle.Tensor, keep: paddle.Tensor, factor: float, is_gradient: bool
+    ) -> paddle.Tensor:
+        ctx.save_for_backward(keep)
+        ctx.factor = factor
+        kept = keep.astype(x.dtype)
+        if is_gradient:  # whose zeros have its signs
+            return kept.multiply_(x.astype("float64").scale_(factor).astype(x.dtype))
+        return kept.multiply_(x).astype("float64").scale_(factor).astype(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: paddle.Tensor) -> tuple[paddle.Tensor, None]:
+        (keep,) = ctx.saved_tensor()
+        return _Masked.apply(dy, keep, ctx.factor, True), None

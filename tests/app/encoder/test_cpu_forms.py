@@ -1,0 +1,180 @@
+"""Forms for CPUs: bit for bit what Paddle's own Layers give, or Paddle's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+
+from paddle_recompute import RecomputeConfig, apply_recompute
+from paddle_recompute._paddle.amp import OFF, amp_state_of
+from paddle_recompute._paddle.version import paddle_version
+from paddle_recompute.app.encoder import cpu_forms
+from paddle_recompute.app.encoder.cpu_forms import Dropout, Linear, dropout, has_forms
+from tests.app.encoder.test_attention import made, trained
+from tests.bits import assert_same_bits
+from tests.fake_device import selected
+
+on_cpu = pytest.mark.skipif(selected.is_selected(), reason="it is for CPUs")
+RATES = [0.1, 0.3, 0.5, 0.75, 1 / 3, 1 - 2**-24, 1e-9, 0.0, 1.0]
+
+
+def bytes_of(tensor: paddle.Tensor) -> np.ndarray:
+    """So that zeros of both signs differ."""
+    return np.asarray(tensor.numpy().view(np.int32))
+
+
+def random(*shape: int) -> paddle.Tensor:
+    x = paddle.randn(list(shape))
+    x.stop_gradient = False
+    return x
+
+
+def dropped(call: Callable[..., Any], p: float, shape: list[int], training: bool) -> list[Any]:
+    """The bytes of output and gradient, and what the generator draws next."""
+    paddle.seed(5)
+    x, dy = random(*shape), paddle.randn(shape)
+    y = call(x, p, training=training)
+    following = paddle.rand([2])
+    (dx,) = paddle.grad(y, x, dy)
+    return [*map(bytes_of, (y, dx, following))]
+
+
+@on_cpu
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("p", RATES)
+def test_dropout_and_the_generator_have_paddles_bits(p: float, training: bool) -> None:
+    for shape in ([cpu_forms.SMALLEST + 1], [70, 4, 19, 19]):
+        given = (p, shape, training)
+        assert_same_bits(dropped(dropout, *given), dropped(F.dropout, *given))
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "millions", [1, pytest.param(100, marks=pytest.mark.matrix)], ids=lambda one: f"{one}M"
+)
+def test_many_masks_are_paddles(millions: int) -> None:
+    """At a rate at which a limit that is half a unit off keeps another element in 2**25."""
+    x, found = paddle.ones([10**6]), []
+    for call in (F.dropout, dropout):
+        paddle.seed(11)
+        masks = [np.packbits(call(x, 0.75, training=True).numpy() != 0) for _ in range(millions)]
+        found.append([masks, paddle.rand([2])])
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.1 + 2**-27, 1 / 3, 0.0625, 0.9])
+def test_the_smallest_draw_that_keeps(p: float) -> None:
+    """On both sides of it; float32 rounds an integer of 64 bits as the kernel does."""
+    bits, smallest = cpu_forms._kept_draws(p)
+    middle = smallest << (64 - bits)
+    around = [middle + d for d in (-(2**40), -(2**33), -1, 1, 2**33, 2**40)]
+    kept = [np.float32(np.uint64(u)) / np.float32(2**64) >= np.float32(p) for u in around]
+    assert kept == [u >= middle for u in around] == [False] * 3 + [True] * 3
+
+
+@on_cpu
+@pytest.mark.parametrize("shape", [[128, 128], [43, 13, 40], [5, 3, 7, 300], [1, 20000]])
+def test_linear_has_paddles_bits(shape: list[int]) -> None:
+    layer, x, found = Linear(shape[-1], 31), random(*shape), []
+    layer.bias.set_value(paddle.randn([31]))
+    assert has_forms(x)
+    dy = paddle.randn([*shape[:-1], 31])
+    for call in (layer, lambda x: paddle.nn.Linear.forward(layer, x)):
+        y = call(x)
+        found.append([bytes_of(y), *paddle.grad(y, [x, layer.weight, layer.bias], dy)])
+    assert_same_bits(*found)
+
+
+@on_cpu
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+def test_a_frozen_bias_costs_nothing(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    form = paddle.gather_nd
+    monkeypatch.setattr(paddle, "gather_nd", lambda *given: calls.append(1) or form(*given))
+    layer = Linear(128, 8)
+    layer.bias.stop_gradient = not trains
+    layer(random(128, 128))
+    assert len(calls) == trains
+
+
+@pytest.mark.skipif(paddle_version() < (3, 0), reason="gather_nd has none on 2.6, nor has softmax")
+@on_cpu
+def test_second_derivatives_are_paddles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_forms, "SMALLEST", 1)
+    found = []
+    for forms in (True, False):
+        paddle.seed(6)
+        x, linear = random(4, 6), Linear(6, 5)
+        linear.bias.set_value(paddle.randn([5]))
+        paddle.seed(7)
+        if forms:
+            y = dropout(linear(x) ** 3, 0.5, True)
+        else:  # F.dropout has no second derivative
+            kept = F.dropout(paddle.ones([4, 5]), 0.5)
+            y = paddle.nn.Linear.forward(linear, x) ** 3 * kept
+        of = [x, linear.weight, linear.bias]
+        first = paddle.grad(y.sum(), of, create_graph=True)
+        sum((one**2).sum() for one in first).backward()
+        found.append([one.numpy() for one in first] + [one.grad.numpy() for one in of])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)  # another order of products
+
+
+@on_cpu
+@pytest.mark.filterwarnings("ignore:Tensor do not have 'place':UserWarning")  # Paddle 3's own
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [("bert", "plain"), ("bert", "recomputed"), ("bert", "compiled"), ("qwen2", "recomputed")],
+)
+def test_an_encoder_trains_the_bits(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Paddle's own Layers, and of the Program of a compiled encoder, which has these."""
+    found = []
+    for smallest in (1, 2**40):  # elements: with the forms, and without
+        monkeypatch.setattr(cpu_forms, "SMALLEST", smallest)
+        model = made(kind)
+        layers = model.sublayers()
+        assert any(type(one) is Linear for one in layers)
+        assert not any(type(one) in (paddle.nn.Linear, paddle.nn.Dropout) for one in layers)
+        if way == "recomputed":
+            apply_recompute(model, RecomputeConfig(checkpoints=["encoder.layers.*"]))
+        if way == "compiled" and smallest > 1:
+            model = paddle.jit.to_static(model, full_graph=True)
+        found.append(trained(model, kind))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("why", ["O1", "O2", "float64", "small", "device"])
+def test_elsewhere_it_is_paddles_own_call(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random(129, 128)
+    assert has_forms(x) != selected.is_selected()
+    if why == "device" and not selected.is_selected():
+        pytest.skip("there is none but the CPU")
+    monkeypatch.delattr(cpu_forms, "_Masked")
+    monkeypatch.delattr(paddle, "gather_nd")
+    linear, drop = Linear(128, 128), Dropout(0.1)
+    if why == "float64":
+        x, linear = x.astype(why), linear.to(dtype=why)
+    if why == "small":
+        x = x[:2]
+    state = OFF
+    if why in ("O1", "O2"):  # auto_cast is without effect on a CPU
+        level = getattr(paddle.base.core.AmpLevel, why)
+        state = OFF._replace(level=level, dtype="bfloat16", lists=(set(), set()))
+    with amp_state_of(state):
+        assert drop(linear(x)).dtype == x.dtype
+
+
+@pytest.mark.skipif(paddle_version() < (3, 0), reason="2.6 keeps its own dropout")
+@on_cpu
+@pytest.mark.parametrize("options", [{"axis": 0}, {"mode": "downscale_in_infer"}])
+def test_dropout_of_other_kinds_is_paddles_own(options: dict[str, Any]) -> None:
+    x, found = random(129, 128), []
+    for kind in (paddle.nn.Dropout, Dropout):
+        paddle.seed(1)
+        found.append(bytes_of(kind(0.5, **options)(x)))
+    assert_same_bits(*found)
