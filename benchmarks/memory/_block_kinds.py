@@ -69,10 +69,13 @@ def transformer(*, dropout: float, is_pre_norm: bool) -> nn.Layer:
 
 @dataclass(frozen=True)
 class Kind:
-    """A block, and the shape of its input."""
+    """A block, the shape of its input, and the pattern of a last product: nothing is saved after
+    it.
+    """
 
     block: Callable[[], nn.Layer]
     shape: tuple[int, ...]
+    last: str = ""
 
     def model(self) -> nn.Layer:
         """A fresh chain, the same each time."""
@@ -98,10 +101,10 @@ KINDS = {
         lambda: transformer(dropout=0.1, is_pre_norm=False), (ROWS, LENGTH, 768)
     ),
     "pre-norm, no dropout, hidden 768 (GPT)": Kind(
-        lambda: transformer(dropout=0.0, is_pre_norm=True), (ROWS, LENGTH, 768)
+        lambda: transformer(dropout=0.0, is_pre_norm=True), (ROWS, LENGTH, 768), "layers.*.linear2"
     ),
     "RMSNorm, SwiGLU, hidden 1024 (LLaMA)": Kind(
-        lambda: LlamaBlock(1024, 16), (ROWS, LENGTH, 1024)
+        lambda: LlamaBlock(1024, 16), (ROWS, LENGTH, 1024), "layers.*.down"
     ),
     "bottleneck of 3 convolutions, 256 channels (ResNet)": Kind(
         lambda: paddle.vision.models.resnet.BottleneckBlock(256, 64, norm_layer=nn.BatchNorm2D),
