@@ -2,12 +2,11 @@
 
 A hook on each parameter appends its index to a list, in C. In the first step no bucket is sent
 early: the ranks agree on how often each gradient is added to, and on the order in which gradients
-    become
-ready ("order prediction", Li et al. 2020, arXiv:2006.15704, section 6). From then on a second hook,
-on the last parameter of each bucket, checks that every member was added to as often as expected,
-and sends the bucket. Buckets are sent in the agreed order, so all ranks all-reduce the same bucket.
-The rest is sent when the backward ends, before the ranks agree; with gloo all but the last bucket,
-which is sent after the agreement.
+become ready ("order prediction", Li et al. 2020, arXiv:2006.15704, section 6). From then on a
+second hook, on the last parameter of each bucket, checks that every member was added to as often as
+expected, and sends the bucket. Buckets are sent in the agreed order, so all ranks all-reduce the
+same bucket. The rest is sent when the backward ends, before the ranks agree; with gloo all but the
+last bucket, which is sent after the agreement.
 
 Recompute needs no special case: with saved-tensor hooks a parameter's hook fires once per backward,
 in the PyLayer form once per recomputed call, and the learned count includes that.
