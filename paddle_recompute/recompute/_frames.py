@@ -276,7 +276,13 @@ class Frame:
         # Enable gradients first: inside an unpack hook they are disabled, and Paddle ignores hooks
         # that are registered then.
         had_gradients = set_gradients(True)
-        begin_recording(recomputation)
+        if not begin_recording(recomputation):
+            set_gradients(had_gradients)
+            raise RecomputeError(
+                f"The backward of {call.name} runs where other saved_tensors_hooks are in force, "
+                "and Paddle allows one pair at a time, which recompute needs. Call backward "
+                "outside of them."
+            )
         # The hooks of the first forward on captured tensors are in force; those that the second one
         # registers are removed after it.
         watch_hooks()

@@ -102,7 +102,9 @@ def save_inputs(
         elif found is None:
             source = storage.keep(leaf)
         if found is None:
-            stamp = stamp_of(leaf) if isinstance(source, paddle.Tensor) else None
+            # One of size 0 has no memory to release or to write to.
+            has_memory = isinstance(source, paddle.Tensor) and is_initialized(leaf)
+            stamp = stamp_of(leaf) if has_memory else None
             attributes = None if is_a_parameter else _nested.attributes_of(leaf)
             found = kept[id(leaf)] = Input(source, leaf.stop_gradient, stamp, attributes, what)
         return found

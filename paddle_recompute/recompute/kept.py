@@ -133,6 +133,9 @@ def __getattr__(name: str) -> Any:  # a pickle looks for the class of `keeping` 
     raise AttributeError(name)
 
 
+_Tie = tuple[int, TensorMetadata, TensorMetadata, bool]
+
+
 @dataclass(slots=True)
 class _Part:
     """One call of `keep` in a first forward.
@@ -140,8 +143,8 @@ class _Part:
     Attributes:
         name: The name of its function in errors.
         called: Its function and the metadata of its argument tensors, in words.
-        ties: For each handle: the number of the argument that shares its memory, and the metadata
-            of both.
+        ties: For each handle: the number of the argument that shares its memory, the metadata of
+            both, and ``stop_gradient`` of what was saved.
         outputs: A `_Tied` or `_inputs.Input` for each output tensor; None: they are not needed.
         state: What the part writes to the Layers that it calls.
         has_returned: Whether its first forward returned; if it raised, it runs again.
@@ -149,7 +152,7 @@ class _Part:
 
     name: str
     called: str
-    ties: list[tuple[int, TensorMetadata, TensorMetadata]] = field(default_factory=list)
+    ties: list[_Tie] = field(default_factory=list)
     outputs: Any = None
     state: StateAfter = field(default_factory=StateAfter)
     has_returned: bool = False
@@ -211,8 +214,12 @@ def _again(
             return function(*args, **kwargs)
         finally:
             end_recording()
-    for position, was, metadata in part.ties:
-        recorder.pack(_over(given[position], was, metadata))
+    for position, was, metadata, stop_gradient in part.ties:
+        tensor = _over(given[position], was, metadata)
+        if tensor.stop_gradient != stop_gradient:
+            tensor = tensor.detach()
+            tensor.stop_gradient = stop_gradient  # a PyLayer may ask
+        recorder.pack(tensor)
     if kept is repetition.end:
         repetition.has_ended = True
         raise StopRecomputation
@@ -224,7 +231,7 @@ def _again(
         tensor = given[leaf.position]
         if leaf.metadata is None:
             return tensor
-        tensor = _over(tensor, leaf.was, leaf.metadata)
+        tensor = _over(tensor.detach(), leaf.was, leaf.metadata)  # not the argument itself
         tensor.stop_gradient = leaf.stop_gradient
         return tensor
 
@@ -264,7 +271,7 @@ class _Keeping:
         self,
         recorder: Recorder,
         given: list[paddle.Tensor],
-        ties: list[tuple[int, TensorMetadata, TensorMetadata]],
+        ties: list[_Tie],
     ) -> None:
         self._recorder, self._given, self._ties = recorder, given, ties
         self._metadata = [*map(metadata_of, given)]
@@ -277,7 +284,7 @@ class _Keeping:
             kept = _Waiting(tensor)
             self._kept.append(weakref.ref(kept))
             return kept
-        self._ties.append((position, self._metadata[position], metadata))
+        self._ties.append((position, self._metadata[position], metadata, tensor.stop_gradient))
         return self._recorder.pack(tensor)
 
     def _where(self, tensor: paddle.Tensor) -> tuple[int | None, TensorMetadata]:

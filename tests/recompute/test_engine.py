@@ -768,6 +768,22 @@ def test_other_saved_tensors_hooks_around_are_refused() -> None:
         recompute(Block(), x * 2)
 
 
+def test_other_saved_tensors_hooks_around_the_backward_are_refused() -> None:
+    x = leaf(3, 4)
+    y = recompute(lambda x: x.tanh().exp(), x * 2)
+    with (
+        paddle.autograd.saved_tensors_hooks(lambda t: t.numpy(), paddle.to_tensor),
+        pytest.raises(RecomputeError, match="other saved_tensors_hooks are in force"),
+    ):
+        y.sum().backward(retain_graph=True)
+    x.clear_gradient()
+    y.sum().backward()
+    found = x.grad.tolist()
+    x.clear_gradient()
+    (x * 2).tanh().exp().sum().backward()
+    assert found == x.grad.tolist()
+
+
 def test_fleets_recompute_with_hooks_inside_names_patch_fleet() -> None:
     block, x = Block(), leaf(3, 4)
 

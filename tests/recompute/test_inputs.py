@@ -14,7 +14,7 @@ import paddle
 import pytest
 from paddle.nn import functional as F
 
-from paddle_recompute import recompute
+from paddle_recompute import keep, recompute
 from paddle_recompute.errors import ConfigError, RecomputeError
 from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf, step
 
@@ -279,6 +279,19 @@ def test_view(run: Run) -> Seen:
 
 
 FUNCTIONS = ["function", "lambda", "method", "bound forward", "partial", "callable object"]
+
+
+@case("an argument of size 0, as of an expert without tokens, and a kept result of size 0")
+def test_size_0(run: Run) -> Seen:
+    x = leaf(3, 4)
+    up = x * 2
+
+    def block(x: paddle.Tensor) -> paddle.Tensor:
+        return keep(paddle.tanh, x).exp().tanh()
+
+    y = paddle.concat([run(block, up[:0].tanh()), run(block, up)])
+    y.square().sum().backward()
+    return {"x": x, "y": y}
 
 
 @case("a {kind} instead of a Layer", kind=FUNCTIONS)

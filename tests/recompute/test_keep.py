@@ -8,11 +8,12 @@ import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import paddle
 import pytest
+from paddle.autograd import PyLayer
 from paddle.nn import functional as F
 
 from paddle_recompute import (
@@ -270,6 +271,51 @@ def test_captured(run: Run) -> Seen:
 @case("a kept PyLayer")
 def test_py_layer(run: Run) -> Seen:
     return step(run, lambda x: keep(OneByOne.apply, x.tanh(), x.exp()).tanh(), leaf(3, WIDTH))
+
+
+class Asks(PyLayer):
+    """Notes ``stop_gradient`` of what it saved; the second needs no gradient."""
+
+    noted: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, y: paddle.Tensor) -> paddle.Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> Any:
+        x, y = ctx.saved_tensor()
+        Asks.noted += [x.stop_gradient, y.stop_gradient]
+        return gradient * y, None
+
+
+OF_AN_ARGUMENT: dict[str, Callable[[paddle.Tensor], Any]] = {
+    "its argument, and the same without a gradient": lambda h: (h, h.detach()),
+    "slices of its argument, one without a gradient": lambda h: (h[:2], h[1:].detach()),
+    "a turned argument": lambda h: (h.transpose([1, 0]), h.detach().transpose([1, 0])),
+}
+
+
+@case("a kept PyLayer asks stop_gradient of {what}", what=list(OF_AN_ARGUMENT))
+def test_py_layer_asks(run: Run, what: str) -> Seen:
+    def part(h: paddle.Tensor) -> paddle.Tensor:
+        return Asks.apply(*OF_AN_ARGUMENT[what](h)).exp()
+
+    Asks.noted.clear()
+    return {**step(run, lambda x: keep(part, x.tanh()), leaf(3, WIDTH)), "noted": [*Asks.noted]}
+
+
+@case("kept parts return an argument and a parameter without their gradients")
+def test_detached_arguments(run: Run) -> Seen:
+    linear = paddle.nn.Linear(WIDTH, WIDTH)
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        h = x.tanh()
+        weight = keep(paddle.Tensor.detach, linear.weight)
+        return F.linear(h.exp() * keep(paddle.Tensor.detach, h), weight).exp() + linear(h)
+
+    return {**step(run, function, leaf(3, WIDTH)), "linear": linear}
 
 
 @case("kept LSTM")
