@@ -68,6 +68,7 @@ PRIVATE: list[tuple[Any, str]] = [
         paddle.optimizer.AdamW(parameters=paddle.nn.Linear(1, 1).parameters()),
         "_accumulators_holder _grad_clip _multi_precision _name _param_groups _parameter_list",
     ),
+    (translation.psdb, "in_sot"),
     (framework, "EagerParamBase _current_expected_place _current_expected_place_ _dygraph_tracer"),
     (
         framework._dygraph_tracer(),

@@ -8,6 +8,7 @@ from typing import Any
 
 import paddle
 from paddle.base import core
+from paddle.jit.sot import psdb
 
 
 def skip_sot(what: Any) -> None:
@@ -31,6 +32,13 @@ def skip_sot_in_files_below(directory: str) -> None:
     to the prefixes that are known already.
     """
     core.eval_frame_skip_file_prefix((directory,))
+
+
+in_sot: Callable[[], bool] = psdb.in_sot
+"""Whether `paddle.jit.to_static` (``full_graph=False``) translates the caller (2.6, 3.x).
+
+The translator takes calls of this very function, hence an alias, for True.
+"""
 
 
 def builds_whole_graph() -> bool:

@@ -9,6 +9,7 @@ are Paddle's own calls. A form can go when Paddle's kernel is as fast.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 from paddle_recompute._paddle.amp import OFF, amp_state
+from paddle_recompute._paddle.translation import in_sot
 from paddle_recompute._paddle.version import is_dygraph, paddle_version
 
 SMALLEST = 2**14
@@ -24,9 +26,29 @@ SMALLEST = 2**14
 
 
 def use_cpu_forms(model: paddle.nn.Layer) -> None:
-    """Give each Linear and Dropout of `model`, none of a subclass, its form."""
-    for layer in model.sublayers():
-        layer.__class__ = _FORMS.get(type(layer), type(layer))
+    """Give each Linear and Dropout of `model`, none of a subclass, the forward of its form.
+
+    Its class stays: ``paddle.quantization``, ``paddle.flops`` and `to_static` go by that. Not on
+    2.6, where `to_static` takes methods of Layers only.
+    """
+    for layer in model.sublayers() if paddle_version() >= (3, 0, 0) else ():
+        if (form := _FORMS.get(type(layer))) is not None:
+            layer.forward = _Bound(form, layer).forward
+
+
+class _Bound:
+    """``form.forward`` of `layer` as a method, which makes no cycle with `layer`."""
+
+    def __init__(self, form: type[paddle.nn.Layer], layer: paddle.nn.Layer) -> None:
+        self._form, self._layer = form, weakref.ref(layer)
+
+    def forward(self, input: paddle.Tensor) -> paddle.Tensor:
+        """As Paddle's."""
+        return self._form.forward(self._layer(), input)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The method of a copied or pickled Layer is that of the copy."""
+        return _Bound, (self._form, self._layer())
 
 
 class Linear(paddle.nn.Linear):
@@ -35,7 +57,7 @@ class Linear(paddle.nn.Linear):
     def forward(self, input: paddle.Tensor) -> paddle.Tensor:
         """As Paddle's."""
         if self.bias is None or self.bias.stop_gradient or not has_forms(input):
-            return paddle.nn.Linear.forward(self, input)  # to_static of 2.6 has no bare super()
+            return paddle.nn.Linear.forward(self, input)
         # The bias once for each row: its gradient adds the rows one by one, in Paddle's order.
         first = paddle.zeros([*input.shape[:-1], 1], dtype="int32")
         return F.linear(input, self.weight).add_(paddle.gather_nd(self.bias.unsqueeze(0), first))
@@ -51,7 +73,7 @@ class Dropout(paddle.nn.Dropout):
         return paddle.nn.Dropout.forward(self, input)
 
 
-_FORMS = {paddle.nn.Linear: Linear, paddle.nn.Dropout: Dropout}
+_FORMS: dict[type, type[paddle.nn.Layer]] = {paddle.nn.Linear: Linear, paddle.nn.Dropout: Dropout}
 
 
 def dropout(x: paddle.Tensor, p: float, training: bool) -> paddle.Tensor:
@@ -70,9 +92,13 @@ def dropout(x: paddle.Tensor, p: float, training: bool) -> paddle.Tensor:
     return F.dropout(x, p, training=training)
 
 
-@paddle.jit.not_to_static
 def has_forms(x: paddle.Tensor) -> bool:
     """Whether an operator of `x` has another form here; reads no tensor."""
+    return not in_sot() and _has_forms(x)
+
+
+@paddle.jit.not_to_static
+def _has_forms(x: paddle.Tensor) -> bool:
     return (
         is_dygraph()
         and x.dtype == paddle.float32

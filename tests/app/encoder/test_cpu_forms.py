@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +11,22 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
+from paddle.nn.quant.qat import QuantedLinear
+from paddle.quantization import QAT, QuantConfig
+from paddle.quantization.quanters import FakeQuanterWithAbsMaxObserver
 
 from paddle_recompute import RecomputeConfig, apply_recompute
 from paddle_recompute._paddle.amp import OFF, amp_state_of
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.app.encoder import cpu_forms
-from paddle_recompute.app.encoder.cpu_forms import Dropout, Linear, dropout, has_forms
-from tests.app.encoder.test_attention import made, trained
+from paddle_recompute.app.encoder.cpu_forms import (
+    Dropout,
+    Linear,
+    dropout,
+    has_forms,
+    use_cpu_forms,
+)
+from tests.app.encoder.test_attention import ids_of, made, trained
 from tests.bits import assert_same_bits
 from tests.fake_device import selected
 
@@ -137,15 +148,53 @@ def test_an_encoder_trains_the_bits(kind: str, way: str, monkeypatch: pytest.Mon
     for smallest in (1, 2**40):  # elements: with the forms, and without
         monkeypatch.setattr(cpu_forms, "SMALLEST", smallest)
         model = made(kind)
-        layers = model.sublayers()
-        assert any(type(one) is Linear for one in layers)
-        assert not any(type(one) in (paddle.nn.Linear, paddle.nn.Dropout) for one in layers)
+        replaced = {type(one) for one in model.sublayers() if "forward" in vars(one)}
+        assert (paddle.nn.Linear in replaced) == (paddle_version() >= (3, 0))
         if way == "recomputed":
             apply_recompute(model, RecomputeConfig(checkpoints=["encoder.layers.*"]))
         if way == "compiled" and smallest > 1:
             model = paddle.jit.to_static(model, full_graph=True)
         found.append(trained(model, kind))
     assert found[0] == found[1]
+
+
+def test_libraries_that_go_by_the_class_find_paddles(capsys: pytest.CaptureFixture[str]) -> None:
+    """Paddle's quantization by type, and its count of operations."""
+    model = made("bert")
+    config = QuantConfig(activation=None, weight=None)
+    config.add_type_config(paddle.nn.Linear, weight=FakeQuanterWithAbsMaxObserver())
+    quantized = QAT(config).quantize(model)
+    number = sum(isinstance(one, paddle.nn.Linear) for one in model.sublayers())
+    assert sum(isinstance(one, QuantedLinear) for one in quantized.sublayers()) == number > 0
+    linear = model.encoder.layers[0].linear1
+    paddle.flops(linear, [4, linear.weight.shape[0]])
+    assert "Linear'>'s flops has been counted" in capsys.readouterr().out
+
+
+def test_a_copy_computes_with_its_own_parameters() -> None:
+    """And a Layer is freed with its last reference, without a garbage collection."""
+    linear, x = paddle.nn.Linear(128, 8), random(128, 128)
+    use_cpu_forms(paddle.nn.Sequential(linear))
+    other = copy.deepcopy(linear)
+    linear.bias.set_value(paddle.ones([8]))
+    assert (linear(x) - other(x)).mean() > 0.9
+    freed = weakref.ref(linear)
+    del linear
+    assert freed() is None and other(x).shape == [128, 8]
+
+
+@on_cpu
+@pytest.mark.filterwarnings("ignore")  # Paddle's own
+@pytest.mark.parametrize("kind", ["bert", "qwen2"])
+def test_the_bytecode_translator_takes_the_encoder(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_forms, "SMALLEST", 1)
+    found = []
+    for model in (made(kind), paddle.jit.to_static(made(kind), full_graph=False)):
+        model.eval()
+        found.append(model(paddle.to_tensor(ids_of(kind))).numpy())
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("why", ["O1", "O2", "float64", "small", "device"])
