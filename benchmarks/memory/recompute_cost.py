@@ -171,7 +171,7 @@ def main() -> None:
         "Peak memory and step time of recompute",
         "python -m benchmarks.memory.recompute_cost",
         [
-            *(__doc__ or "").strip().splitlines()[:7],
+            *(__doc__ or "").strip().splitlines()[:9],
             "",
             f"Warm-up {WARM_UP} rounds, measured {options.rounds} rounds.",
             "",

@@ -29,9 +29,11 @@ def use_cpu_forms(model: paddle.nn.Layer) -> None:
     """Give each Linear and Dropout of `model`, none of a subclass, the forward of its form.
 
     Its class stays: ``paddle.quantization``, ``paddle.flops`` and `to_static` go by that. Not on
-    2.6, where `to_static` takes methods of Layers only.
+    2.6, where `to_static` takes methods of Layers only, nor where the device is not the CPU.
     """
-    for layer in model.sublayers() if paddle_version() >= (3, 0, 0) else ():
+    if paddle_version() < (3, 0, 0) or paddle.get_device() != "cpu":
+        return
+    for layer in model.sublayers():
         if (form := _FORMS.get(type(layer))) is not None:
             layer.forward = _Bound(form, layer).forward
 
