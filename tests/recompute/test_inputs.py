@@ -16,6 +16,7 @@ from paddle.nn import functional as F
 
 from paddle_recompute import keep, recompute
 from paddle_recompute.errors import ConfigError, RecomputeError
+from tests.fake_device import selected
 from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf, step
 
 
@@ -283,6 +284,8 @@ FUNCTIONS = ["function", "lambda", "method", "bound forward", "partial", "callab
 
 @case("an argument of size 0, as of an expert without tokens, and a kept result of size 0")
 def test_size_0(run: Run) -> Seen:
+    if selected.is_selected():
+        pytest.skip("a plain tanh of size 0 ends the process on the simulated device")
     x = leaf(3, 4)
     up = x * 2
 

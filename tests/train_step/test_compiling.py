@@ -23,6 +23,7 @@ from paddle_recompute import (
     recompute_wrapper,
 )
 from paddle_recompute._paddle import memory as _memory
+from paddle_recompute._paddle.static.compiled import tables_of_conversions
 from paddle_recompute.comparison import runs
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from tests.processes import python
@@ -255,6 +256,21 @@ def test_a_model_that_cannot_be_converted_goes_on_in_eager_execution(
     make: type[Unconvertible],
 ) -> None:
     refuses(make, REFUSED[make])
+
+
+@pytest.mark.skipif(IS_26, reason="2.6 has no such tables")
+def test_a_conversion_that_fails_leaves_nothing_for_a_program_at_its_address() -> None:
+    class Fails(paddle.nn.Linear):
+        def forward(self, x: Any) -> Any:
+            y = super().forward(x)
+            y[0] = 0.0
+            raise ValueError("no Program")
+
+    before = [{*table} for table in tables_of_conversions()]
+    for _ in range(3):
+        with pytest.raises(StaticGraphError, match="no Program"):
+            compile_model(Fails(4, 4), ROWS)
+    assert [{*table} for table in tables_of_conversions()] == before
 
 
 def test_loops_over_rows() -> None:

@@ -25,6 +25,11 @@ from paddle.jit.dy2static.program_translator import (
 )
 from paddle.jit.dy2static.utils import Dygraph2StaticException
 
+try:
+    from paddle.jit.dy2static import parameter_recorder as recorders
+except ImportError:  # 2.6, whose Programs name their parameters
+    recorders = None
+
 from paddle_recompute._paddle.layers import non_trained_state
 from paddle_recompute._paddle.static import native
 from paddle_recompute._paddle.static.training import in_program_order
@@ -150,7 +155,7 @@ class _Programs(ProgramCache):
     def _build_once(self, key: Any) -> tuple[Any, Program]:
         trains = bool(key.kwargs["is_train"])
         with self.keeper.converting(), paddle.enable_grad():
-            with _warned_of() as messages:
+            with _warned_of() as messages, _without_remains():
                 concrete, runner = super()._build_once(key)
             operators = list(_operators(concrete.main_program))
             outputs = paddle.utils.flatten(concrete.outputs)
@@ -168,6 +173,33 @@ class _Programs(ProgramCache):
             runner.training = trains
             runner.program  # noqa: B018  its backward is appended when it is looked at
         return concrete, Program(runner, key.class_instance, has_branches=made.has_branches)
+
+
+@contextlib.contextmanager
+def _without_remains() -> Iterator[None]:
+    """Drop what a conversion that fails inside leaves in the tables of `recorders` (3.x).
+
+    Their keys are ids of Programs. A later Program at the same address took over the parameters of
+    the failed one, whose memory is freed, and the process died (SIGSEGV in ``get_value_name``). Can
+    go when Paddle clears them in a ``finally``.
+    """
+    before = [{*table} for table in tables_of_conversions()]
+    try:
+        yield
+    except BaseException:
+        for table, keys in zip(tables_of_conversions(), before, strict=True):
+            for left in table.keys() - keys:
+                del table[left]
+        raise
+
+
+def tables_of_conversions() -> list[dict[int, Any]]:
+    """What Paddle's conversions have recorded, by the id of their Program."""
+    if recorders is None:
+        return []
+    recorder = recorders._global_parameter_recorder
+    in_place = recorders._global_inplace_map
+    return [recorder.params_dict, recorder.tensor2value, in_place.params_dict]
 
 
 _BRANCHES = ("pd_op.if", "conditional_block")
