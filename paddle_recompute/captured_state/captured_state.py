@@ -334,8 +334,7 @@ class _Search:
         has_graph = False
         for name, value in zip(reader.found, values, strict=True):
             if (kind := type(value)) not in _LEAVES:
-                if issubclass(kind, _WITH_GRAPHS):
-                    has_graph |= detach_value(value) is not value
+                has_graph |= issubclass(kind, _WITH_GRAPHS) and detach_value(value) is not value
                 self._visit(value, name)
         return has_graph
 
@@ -384,8 +383,7 @@ class _Search:
         for layer_class in of_class.keys() & self._kinds.keys():
             del of_class[layer_class]
         self._kinds.update(kinds_of(of_class))
-        dicts, readers, before = self.snapshot.add_layers(layers), [], []
-        with_objects = []
+        dicts, readers, before, with_objects = self.snapshot.add_layers(layers), [], [], []
         for index, (layer_class, entries) in enumerate(zip(map(type, layers), dicts, strict=True)):
             kind = self._kinds[layer_class]
             keys, reader = kind.last

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import paddle
 import pytest
-from paddle.autograd import PyLayer
 from paddle.nn import functional as F
 
 from paddle_recompute import (
@@ -31,7 +30,7 @@ from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import ConfigError, RecomputeError, SelectionError
 from paddle_recompute.recompute import undo_recompute
 from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf, plain, step
-from tests.recompute.test_engine import OneByOne
+from tests.recompute.test_engine import Masked, OneByOne
 
 WIDTH = 4
 
@@ -273,15 +272,10 @@ def test_py_layer(run: Run) -> Seen:
     return step(run, lambda x: keep(OneByOne.apply, x.tanh(), x.exp()).tanh(), leaf(3, WIDTH))
 
 
-class Asks(PyLayer):
+class Asks(Masked):
     """Notes ``stop_gradient`` of what it saved; the second needs no gradient."""
 
     noted: ClassVar[list[bool]] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: paddle.Tensor, y: paddle.Tensor) -> paddle.Tensor:
-        ctx.save_for_backward(x, y)
-        return x * y
 
     @staticmethod
     def backward(ctx: Any, gradient: paddle.Tensor) -> Any:

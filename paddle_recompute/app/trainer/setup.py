@@ -157,9 +157,9 @@ def check_model(config: Config) -> None:
 
 def recompute_alone(config: Config) -> Config:
     """`config` with policy ``all`` for a plan or segments, and without offloaded parameters."""
-    alone = {"offload_parameters": "none", "num_shards": 1}
+    alone: dict[str, Any] = {"offload_parameters": "none", "num_shards": 1}
     if config.recompute.policy in ("budget", "segments"):
-        alone = {"policy": "all", "memory_budget": None, "segments": AUTO}
+        alone |= {"policy": "all", "memory_budget": None, "segments": AUTO}
     return with_recompute(config, **alone)
 
 
