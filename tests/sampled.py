@@ -25,6 +25,7 @@ EVERY = {
     "tests/contrastive/test_loss.py::test_starts_of_vectors_have_the_loss_of_the_reference": 3,
     "tests/contrastive/test_loss_static.py::"
     "test_program_has_the_loss_and_gradients_of_the_reference": 7,
+    "tests/machines/test_several_machines.py::test_typo_in_an_override_on_one_machine": 2,
     "tests/offload/test_ranks.py::test_two_ranks_have_the_bits_of_the_plain_chain": 2,
     "tests/offload/test_sequential.py::test_steps_give_the_bits_of_the_plain_chain": 2,
     "tests/recompute/test_side_effects.py::test_filled_state": 7,
