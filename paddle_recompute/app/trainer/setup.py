@@ -149,8 +149,8 @@ def check_model(config: Config) -> None:
     section, rows = config.model.without_weights(), config.model.vocab_size
     if not section.is_own:
         narrow = {"hidden_size": 2 * section.num_heads, "intermediate_size": 2, "head_dim": 2}
-        section = section.model_copy(update={**narrow, "vocab_size": None})
-        rows = 2
+        words = {"vocab_size": None, "pad_token_id": 0}
+        section, rows = section.model_copy(update={**narrow, **words}), 1
     model = build_model(section, rows or config.data.vocab_size)
     wrap(model, config if config.recompute.policy == "segments" else recompute_alone(config))
 
