@@ -26,6 +26,7 @@ from paddle_recompute.captured_state.locations import (
     fill_dict,
 )
 from paddle_recompute.captured_state.names import Reader, reader_of
+from paddle_recompute.errors import RecomputeError
 
 _flat = chain.from_iterable
 _attributes_of: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
@@ -44,13 +45,15 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts", "_members",
-        "_num_buffers", "_num_read", "_readers", "_sizes", "_values", "layers", "locations",
+        "_classes", "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts",
+        "_members", "_num_buffers", "_num_read", "_readers", "_sizes", "_values", "layers",
+        "locations",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.layers: list[paddle.nn.Layer] = []
         self.locations: list[Location] = []
+        self._classes: list[Any] = []
         self._layer_dicts: list[dict[str, Any]] = []
         # The lengths of the `MEMBER_DICTS` of each Layer, and their keys and values.
         self._members: list[int] = []
@@ -110,6 +113,9 @@ class Snapshot:
     def has_hooks(self) -> bool:
         """Whether a Layer has hooks; they are the last two of `MEMBER_DICTS`."""
         return any(self._members[2::4]) or any(self._members[3::4])
+
+    def _has_same_classes(self) -> bool:
+        return all(map(is_, map(type, self.layers), self._classes))
 
     def _member_dicts(self) -> list[dict[Any, Any]]:
         return [*_flat(map(_members_of, self._layer_dicts))]
@@ -207,6 +213,7 @@ class Snapshot:
         """Whether no location differs, except in what `after_forward` has accepted."""
         return (
             not self._changed()
+            and self._has_same_classes()
             and self._has_same_members()
             and all(location.is_unchanged() for location in self.locations)
         )
@@ -222,6 +229,7 @@ class Snapshot:
         Returns:
             `is_unchanged`, after that.
         """
+        self._classes = [*map(type, self.layers)]
         if self.locations:
             self._set_states(self.locations)
             for location in self.locations:
@@ -281,7 +289,12 @@ class Snapshot:
 
         If nothing has changed so far, the second forward changes nothing either, so locations are
         compared after it only if it raises.
+
+        Raises:
+            RecomputeError: A Layer has another class, with another ``forward``.
         """
+        if not self._has_same_classes():
+            self._check_forwards()
         changed = self._changed()
         for location in (*self.locations, *changed.values()):
             undo.append(location.restore() or functools.partial(self._restore_after, location))
@@ -292,6 +305,17 @@ class Snapshot:
         for entries in self._member_dicts():
             undo.append(functools.partial(fill_dict, entries, dict(entries)))
         self._restore_members()
+
+    def _check_forwards(self) -> None:
+        """Wrapping a Layer changes its class, and not the ``forward`` of that."""
+        for layer, its_class in zip(self.layers, self._classes, strict=True):
+            if type(layer).forward is not its_class.forward:
+                raise RecomputeError(
+                    f"{layer.full_name()}, which a recomputed function reaches, was a "
+                    f"{its_class.__name__} in the forward and is a {type(layer).__name__} in the "
+                    "backward, so the forward cannot be repeated. Run the backward before the "
+                    "change."
+                )
 
     def _restore_content(self, but: dict[int, Location]) -> None:
         if but or sys.exc_info()[0]:

@@ -83,6 +83,9 @@ _FORMS: dict[type, type[paddle.nn.Layer]] = {paddle.nn.Linear: Linear, paddle.nn
 def dropout(x: paddle.Tensor, p: float, training: bool) -> paddle.Tensor:
     """``F.dropout(x, p, training=training)`` of finite `x`, from one integer for each element.
 
+    A dropped inf or NaN is NaN here and 0 there: such a value shows in each step, not in some of
+    them. ``where`` in place of the product has Paddle's zeros and takes longer.
+
     Paddle 2.6 keeps its own: its C++ library divides a draw by nearly a power of two where the
     newer one takes the first bits, so one element of a mask in 10^10 or so would be another one.
     Before 3.3 a division by a number is not Paddle's dropout's either.
