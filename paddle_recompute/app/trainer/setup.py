@@ -160,7 +160,7 @@ def check_model(config: Config) -> None:
             raise
         frames = traceback.extract_tb(error.__traceback__)
         of_paddle = f"{Path(paddle.__file__).parent}{os.sep}"
-        line = [one for one in frames if not one.filename.startswith((of_paddle, "<"))][-1]
+        line = [frame for frame in frames if not frame.filename.startswith((of_paddle, "<"))][-1]
         raise ConfigError(
             f"model.name: {section.name} cannot be built or called: {line.filename}:{line.lineno} "
             f"raises {type(error).__name__}: {str(error).strip()}"
