@@ -114,9 +114,6 @@ class Snapshot:
         """Whether a Layer has hooks; they are the last two of `MEMBER_DICTS`."""
         return any(self._members[2::4]) or any(self._members[3::4])
 
-    def _has_same_classes(self) -> bool:
-        return all(map(is_, map(type, self.layers), self._classes))
-
     def _member_dicts(self) -> list[dict[Any, Any]]:
         return [*_flat(map(_members_of, self._layer_dicts))]
 
@@ -213,7 +210,7 @@ class Snapshot:
         """Whether no location differs, except in what `after_forward` has accepted."""
         return (
             not self._changed()
-            and self._has_same_classes()
+            and all(map(is_, map(type, self.layers), self._classes))
             and self._has_same_members()
             and all(location.is_unchanged() for location in self.locations)
         )
@@ -293,8 +290,14 @@ class Snapshot:
         Raises:
             RecomputeError: A Layer has another class, with another ``forward``.
         """
-        if not self._has_same_classes():
-            self._check_forwards()
+        for layer, kind in zip(self.layers, self._classes, strict=True):
+            # Wrapping a Layer changes its class, and not the ``forward`` of that.
+            if type(layer) is not kind and type(layer).forward is not kind.forward:
+                raise RecomputeError(
+                    f"{layer.full_name()}, which a recomputed function reaches, was a "
+                    f"{kind.__name__} in the forward and is a {type(layer).__name__} in the "
+                    "backward. Run the backward before the change."
+                )
         changed = self._changed()
         for location in (*self.locations, *changed.values()):
             undo.append(location.restore() or functools.partial(self._restore_after, location))
@@ -305,17 +308,6 @@ class Snapshot:
         for entries in self._member_dicts():
             undo.append(functools.partial(fill_dict, entries, dict(entries)))
         self._restore_members()
-
-    def _check_forwards(self) -> None:
-        """Wrapping a Layer changes its class, and not the ``forward`` of that."""
-        for layer, its_class in zip(self.layers, self._classes, strict=True):
-            if type(layer).forward is not its_class.forward:
-                raise RecomputeError(
-                    f"{layer.full_name()}, which a recomputed function reaches, was a "
-                    f"{its_class.__name__} in the forward and is a {type(layer).__name__} in the "
-                    "backward, so the forward cannot be repeated. Run the backward before the "
-                    "change."
-                )
 
     def _restore_content(self, but: dict[int, Location]) -> None:
         if but or sys.exc_info()[0]:

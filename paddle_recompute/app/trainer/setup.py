@@ -7,7 +7,6 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import paddle
@@ -158,12 +157,14 @@ def check_model(config: Config) -> None:
     except Exception as error:  # of the user's code too, whatever that raises
         if isinstance(error, PaddleRecomputeError) or not section.is_own:
             raise
-        frames = traceback.extract_tb(error.__traceback__)
-        of_paddle = f"{Path(paddle.__file__).parent}{os.sep}"
-        line = [frame for frame in frames if not frame.filename.startswith((of_paddle, "<"))][-1]
+        place = [
+            f"{file}:{line}"
+            for file, line, *_ in traceback.extract_tb(error.__traceback__)
+            if not file.startswith(os.path.dirname(paddle.__file__))
+        ][-1]
         raise ConfigError(
-            f"model.name: {section.name} cannot be built or called: {line.filename}:{line.lineno} "
-            f"raises {type(error).__name__}: {str(error).strip()}"
+            f"model.name: {section.name} cannot be built or called: {place} raises "
+            f"{type(error).__name__}: {str(error).strip()}"
         ) from error
     wrap(model, config if config.recompute.policy == "segments" else recompute_alone(config))
 
