@@ -1,4 +1,4 @@
-"""A user's environment with Paddle, numpy and safetensors alone: run by tests/test_package.py.
+"""A user's environment with Paddle, numpy and safetensors alone: run by `make wheel-install-test`.
 
 The application's packages cannot be imported here; nor can anything of the application.
 """

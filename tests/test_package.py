@@ -70,10 +70,6 @@ def test_what_type_checkers_see_is_what_is_imported() -> None:
     assert sorted([*seen, "__version__"]) == sorted(paddle_recompute.__all__)
 
 
-def test_the_library_works_without_the_packages_of_the_application() -> None:
-    python("-m", "tests.library_alone")
-
-
 def test_recompute_is_the_function_whatever_was_imported_before() -> None:
     package = importlib.import_module("paddle_recompute.recompute")
     for _ in range(2):
@@ -127,7 +123,8 @@ def test_the_tables_that_are_sampled_are_there() -> None:
     left_out = {*sampled.LEFT_OUT_ON_26, *sampled.LEFT_OUT_ON_DEVICE}
     for name in {*sampled.EVERY, *sampled.EVERY_ON_26, *sampled.EVERY_ON_DEVICE, *left_out}:
         file, _, function = name.partition("::")
-        assert f"\ndef {function}(" in (ROOT / file).read_text(encoding="utf-8"), name
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert f"\ndef {function}(" in text or f"\n{function} = each_on_ranks(" in text, name
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -158,17 +155,6 @@ def test_make_says_in_one_line_that_it_finds_no_python(
     assert first.startswith("No Python 3.10, 3.11 or 3.12") and words in first
     assert all(line.startswith("make: ***") for line in rest)
     assert not (tmp_path / ".venv").exists()
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the loader of glibc")
-def test_zlib_is_not_bound_to_paddles_own() -> None:
-    """Paddle 2.6.2 has a zlib of its own, with which the system's must not be mixed."""
-    code = "from paddle_recompute.app.encoder import build_model; import PIL._imaging, zlib"
-    run = python("-c", code, env={**os.environ, "LD_DEBUG": "bindings"})
-    bound = [line for line in run.stderr.splitlines() if "symbol `deflateReset'" in line]
-    of_libz = [line for line in bound if "/libz." in line.partition(" to ")[0]]
-    assert of_libz
-    assert not [line for line in of_libz if "libpaddle" in line.partition(" to ")[2]]
 
 
 def test_the_first_sentence_of_an_error_in_translated_code_is_that_of_the_operator() -> None:

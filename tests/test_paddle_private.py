@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 import re
 import sys
 import weakref
@@ -471,6 +472,19 @@ written = {name for _, name in changed}
 assert {"run_backward", "run_partial_grad"} >= {*written}, changed
 """
     python("-c", code, timeout=300)
+
+
+@pytest.mark.skipif(
+    not IS_26 or sys.platform != "linux", reason="a zlib of Paddle 2.6.2; asks the loader of glibc"
+)
+def test_zlib_is_not_bound_to_paddles_own() -> None:
+    """Paddle 2.6.2 has a zlib of its own, with which the system's must not be mixed."""
+    code = "from paddle_recompute.app.encoder import build_model; import PIL._imaging, zlib"
+    run = python("-c", code, env={**os.environ, "LD_DEBUG": "bindings"})
+    bound = [line for line in run.stderr.splitlines() if "symbol `deflateReset'" in line]
+    of_libz = [line for line in bound if "/libz." in line.partition(" to ")[0]]
+    assert of_libz
+    assert not [line for line in of_libz if "libpaddle" in line.partition(" to ")[2]]
 
 
 # -------------------------------------------------------------------------- translated bytecode

@@ -8,12 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis
+import paddle
 from hypothesis import strategies as st
 
 
 def examples(default: int) -> int:
-    """How many programs to try: the environment's FUZZ_PROGRAMS, or `default`."""
-    return int(os.environ.get("FUZZ_PROGRAMS", default))
+    """How many programs to try: the environment's FUZZ_PROGRAMS, or `default`.
+
+    On 2.6 half of it: 3.3 runs the same seeds.
+    """
+    fewer = (default + 1) // 2 if paddle.__version__.startswith("2.6") else default
+    return int(os.environ.get("FUZZ_PROGRAMS", fewer))
 
 
 def seed() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import paddle
 import pytest
 
 from tests.fake_device import selected
@@ -32,5 +33,5 @@ three = pytest.mark.skipif(selected.is_selected(), reason="there are two simulat
 )
 @pytest.mark.timeout(650)
 def test_every_case_has_the_bits_of_the_replicated_run(num_ranks: int, every: int) -> None:
-    on_device = 3 if selected.is_selected() else 1  # where each collective is late
-    run_ranks(check_cases, num_ranks, timeout=600, every=every * on_device)
+    is_second = selected.is_selected() or paddle.__version__.startswith("2.6")
+    run_ranks(check_cases, num_ranks, timeout=600, every=every * (3 if is_second else 1))
