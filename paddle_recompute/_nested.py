@@ -20,8 +20,14 @@ DICTS = (dict, collections.UserDict)
 leaf, because only these two can be copied with other values whatever their class.
 """
 
-ATOMS = {paddle.Tensor, int, float, str, bool, type(None)}
-"""Types of leaves that `map_leaves` tells at a glance; others may be added."""
+ATOMS = frozenset({paddle.Tensor, int, float, str, bool, type(None)})
+"""Types of leaves that `map_leaves` tells at a glance."""
+
+
+class Leaf:
+    """Base of classes whose instances `map_leaves` tells before it looks for containers."""
+
+    __slots__ = ()
 
 
 def map_tensors(function: Callable[[paddle.Tensor], Any], value: Any) -> Any:
@@ -43,7 +49,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return tuple([function(i) if type(i) in ATOMS else map_leaves(function, i) for i in value])
     if kind is dict:
         return {key: map_leaves(function, item) for key, item in value.items()} if value else {}
-    if issubclass(kind, paddle.Tensor):
+    if issubclass(kind, (paddle.Tensor, Leaf)):
         return function(value)
     if issubclass(kind, tuple):
         items = [map_leaves(function, item) for item in value]

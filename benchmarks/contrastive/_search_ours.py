@@ -10,13 +10,14 @@ from pathlib import Path
 import paddle
 
 from benchmarks.contrastive._side_by_side_programs import Plan, report
-from paddle_recompute import ContrastiveLoss, GradCache, build_model
+from paddle_recompute import ContrastiveLoss, GradCache, build_model, use_cpu_settings
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.data import load_tokenizer
 from paddle_recompute.app.retrieval import encode_batches
 
 
 def train(plan: Plan, seed: int):  # type: ignore[no-untyped-def]
+    use_cpu_settings()
     paddle.seed(seed)
     tokenizer = load_tokenizer(plan.tokenizer)
     model = build_model(

@@ -26,6 +26,7 @@ from paddle_recompute.captured_state.locations import (
     fill_dict,
 )
 from paddle_recompute.captured_state.names import Reader, reader_of
+from paddle_recompute.errors import RecomputeError
 
 _flat = chain.from_iterable
 _attributes_of: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
@@ -44,13 +45,15 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts", "_members",
-        "_num_buffers", "_num_read", "_readers", "_sizes", "_values", "layers", "locations",
+        "_classes", "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts",
+        "_members", "_num_buffers", "_num_read", "_readers", "_sizes", "_values", "layers",
+        "locations",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.layers: list[paddle.nn.Layer] = []
         self.locations: list[Location] = []
+        self._classes: list[Any] = []
         self._layer_dicts: list[dict[str, Any]] = []
         # The lengths of the `MEMBER_DICTS` of each Layer, and their keys and values.
         self._members: list[int] = []
@@ -207,6 +210,7 @@ class Snapshot:
         """Whether no location differs, except in what `after_forward` has accepted."""
         return (
             not self._changed()
+            and all(map(is_, map(type, self.layers), self._classes))
             and self._has_same_members()
             and all(location.is_unchanged() for location in self.locations)
         )
@@ -222,6 +226,7 @@ class Snapshot:
         Returns:
             `is_unchanged`, after that.
         """
+        self._classes = [*map(type, self.layers)]
         if self.locations:
             self._set_states(self.locations)
             for location in self.locations:
@@ -281,7 +286,18 @@ class Snapshot:
 
         If nothing has changed so far, the second forward changes nothing either, so locations are
         compared after it only if it raises.
+
+        Raises:
+            RecomputeError: A Layer has another class, with another ``forward``.
         """
+        for layer, kind in zip(self.layers, self._classes, strict=True):
+            # Wrapping a Layer changes its class, and not the ``forward`` of that.
+            if type(layer) is not kind and type(layer).forward is not kind.forward:
+                raise RecomputeError(
+                    f"{layer.full_name()}, which a recomputed function reaches, was a "
+                    f"{kind.__name__} in the forward and is a {type(layer).__name__} in the "
+                    "backward. Run the backward before the change."
+                )
         changed = self._changed()
         for location in (*self.locations, *changed.values()):
             undo.append(location.restore() or functools.partial(self._restore_after, location))

@@ -18,11 +18,11 @@ from paddle_recompute.recompute._hooks import SavedHandle
 from paddle_recompute.recompute._offload import InputStorage
 
 
-class Input:
+class Input(_nested.Leaf):
     """An argument tensor of a call, and its source: a tensor, a handle of the outer frame, or what
     `InputStorage.keep` returned.
 
-    Not a dataclass, because `map_leaves` would look for tensors inside it.
+    Not a dataclass, because `leaves_of` would look for tensors inside it.
     """
 
     __slots__ = ("attributes", "source", "stamp", "stop_gradient", "what")
@@ -68,9 +68,6 @@ class Input:
         if self.attributes:
             tensor.__dict__.update(self.attributes)
         return tensor
-
-
-_nested.ATOMS.add(Input)
 
 
 def save_inputs(

@@ -97,6 +97,26 @@ def test_what_the_model_and_the_folders_do_not_allow(
     assert words.replace("FILE", file) in found["faults"][0]
 
 
+CLASSES = {
+    "Built": "def __init__(self):\n        super().__init__()\n        self.words = missing",
+    "Called": "def forward(self, ids):\n        return paddle.reshape(ids,\n            [5, 5])",
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_the_code_of_the_model_raises(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    module = tmp_path / f"module_of_{name.lower()}.py"
+    module.write_text(f"import paddle\n\nclass {name}(paddle.nn.Layer):\n    {CLASSES[name]}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    [fault] = validated(tmp_path, code=2, model={"name": f"{module.stem}:{name}"})["faults"]
+    place = f"{module}:{6 if name == 'Built' else 5}"
+    assert f"model.name: {module.stem}:{name} cannot be built or called: {place} raises " in fault
+    assert ("NameError: name 'missing' is" if name == "Built" else "ValueError: (Inv") in fault
+
+
 def test_without_paddle_the_model_is_not_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

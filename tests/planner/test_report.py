@@ -106,6 +106,13 @@ def test_plan_refuses_what_train_refuses(setting: str) -> None:
     assert result.stdout == "" and "Measuring" not in result.output
 
 
+def test_plan_refuses_a_run_without_recompute() -> None:
+    given = ["--memory-budget", "1GiB", *SMALL, "recompute.enable=false"]
+    result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *given])
+    assert result.exit_code == 2 and "recompute.enable is false; set it to true" in result.output
+    assert result.stdout == "" and "Measuring" not in result.output
+
+
 @measured
 def test_a_budget_that_is_too_small_for_a_configuration_of_ranks() -> None:
     small = ["data.vocab_size=500", "model.num_layers=1", "contrastive.global_batch=8"]

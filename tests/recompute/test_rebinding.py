@@ -10,6 +10,8 @@ from typing import Any
 import paddle
 import pytest
 
+from paddle_recompute import recompute
+from paddle_recompute.errors import RecomputeError
 from tests.recompute.contract import Run, Seen, assert_as_plain, case, leaf
 
 Get = Callable[[], Any]
@@ -212,3 +214,47 @@ def test_a_flag_says_that_a_member_is_replaced(what: str, flag: str) -> None:
         return {"model": model, "x": x}
 
     assert_as_plain(outcome)
+
+
+class Tanh(paddle.nn.Layer):
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return paddle.tanh(x)
+
+
+class Lazy(Tanh):
+    """Another class from its first forward on."""
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self.__class__ = Exp  # type: ignore[assignment]
+        return paddle.exp(x)
+
+
+class Exp(paddle.nn.Layer):
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return paddle.exp(x)
+
+
+@case(
+    "a {first.__name__} in a recomputed block that becomes an Exp {when}",
+    first=[Tanh, Lazy],
+    when=["before the backward", "between two steps"],
+    or_error=True,
+    num_listed=0,
+)
+def test_another_class(run: Run, first: type[paddle.nn.Layer], when: str) -> Seen:
+    block, x = paddle.nn.Sequential(first(), paddle.nn.Tanh()), leaf(2, 4)
+    loss = run(block, x * 2).square().sum()
+    if when == "before the backward":
+        block[0].__class__ = Exp
+    loss.backward()
+    block[0].__class__ = Exp
+    run(block, x * 2).square().sum().backward()
+    return {"x": x}
+
+
+def test_another_class_before_the_backward_is_refused() -> None:
+    layer, x = Tanh(), leaf(2, 4)
+    loss = recompute(layer, x).sum()
+    layer.__class__ = Exp
+    with pytest.raises(RecomputeError, match="was a Tanh in the forward and is a Exp in the backw"):
+        loss.backward()

@@ -1,7 +1,8 @@
 """What the static graph needs of Paddle's own code and nothing else holds.
 
 The private names that `_paddle.static` uses are held by the other tests of this folder, which call
-all of them; 2.6.2, whose old representation `old_ir` reads, is the last release of its kind.
+all of them, and by those of ``train_step/test_compiling.py`` (`compiled`); 2.6.2, whose old
+representation `old_ir` reads, is the last release of its kind.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from paddle_recompute.app.cli._process import (
     tell_written,
     words_apart,
 )
-from paddle_recompute.app.config import load_config, model_folder
+from paddle_recompute.app.config import ARCHITECTURES, load_config, model_folder
 from paddle_recompute.app.templates import render
 from paddle_recompute.errors import ConfigError, DataError
 
@@ -157,6 +157,7 @@ def _fitted(path: Path, file: Path, model: Path | None) -> str:
     per_rank = 1024 if machine.card_bytes else 128
     while per_rank > 2 and per_rank * machine.ranks * 4 > len(train):
         per_rank //= 2
+    kind = described.settings.get("name", "ernie") if described is not None else ""
     return render(
         _TEMPLATE,
         pairs=path,
@@ -177,7 +178,8 @@ def _fitted(path: Path, file: Path, model: Path | None) -> str:
             _longest([text for pair in pairs for text in (pair.positive, *pair.negatives)]),
         ),
         model=json.dumps(str(model.absolute()), ensure_ascii=False) if model is not None else "",
-        kind=described.settings.get("name", "ernie") if described is not None else "",
+        kind=kind,
+        is_decoder=bool(kind) and ARCHITECTURES[kind].is_decoder,
         valid=valid,
         pool=min(10_000, len({pair.positive for pair in pairs})),
         train_file=json.dumps(str(path.absolute()), ensure_ascii=False),

@@ -81,7 +81,8 @@ def _show_memory(
     if budget is not None:
         planned = ["recompute.policy=budget", f"recompute.memory_budget={budget}"]
         try:
-            load_config(config_file, [*given, *planned])
+            if not load_config(config_file, [*given, *planned]).recompute.enable:
+                raise ConfigError("recompute.enable is false; set it to true")
         except ConfigError as error:
             no_plan = f"no plan, which is trained with recompute.policy=budget: {error}"
             if needs_budget:

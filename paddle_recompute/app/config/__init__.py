@@ -2,6 +2,7 @@
 
 from paddle_recompute.app.config._data import DataConfig, default_cache_dir
 from paddle_recompute.app.config._folder import (
+    ARCHITECTURES,
     OWN_KEY,
     model_folder,
     names_there,
@@ -17,6 +18,7 @@ from paddle_recompute.app.config.library import check_in_a_program, schedule_of,
 from paddle_recompute.app.config.loading import Setting, load_config, load_settings
 
 __all__ = [
+    "ARCHITECTURES",
     "OWN_KEY",
     "Config",
     "DataConfig",

@@ -10,6 +10,7 @@ from paddle.nn.functional import scaled_dot_product_attention, softmax
 
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.app.encoder.cpu_forms import dropout, has_forms
+from paddle_recompute.app.encoder.unpadding import Indices, pad, unpad
 
 HALF_PRECISION = (paddle.float16, paddle.bfloat16)
 
@@ -87,18 +88,22 @@ class SelfAttention(AttentionCore, MultiHeadAttention):
         key: paddle.Tensor,
         value: paddle.Tensor,
         attn_mask: paddle.Tensor | None = None,
+        indices: Indices = None,
     ) -> paddle.Tensor:
-        """From ``[batch, length, hidden]`` to the same; `attn_mask` of floats is added."""
+        """From ``[batch, length, hidden]`` to the same; `attn_mask` of floats is added.
+
+        With `indices` from ``[tokens, hidden]`` to the same.
+        """
         heads = [0, 0, self.num_heads, self.head_dim]
         projected = [self.q_proj(query), self.k_proj(key), self.v_proj(value)]
-        query, key, value = (states.reshape(heads) for states in projected)
+        query, key, value = (pad(states, indices).reshape(heads) for states in projected)
         is_fused = self.is_fused(query)
         if not is_fused:
             query, key, value = (x.transpose([0, 2, 1, 3]) for x in (query, key, value))
         found = self.attend(query, key, value, attn_mask, is_fused)
         if not is_fused:
             found = found.transpose([0, 2, 1, 3])
-        return self.out_proj(found.reshape([0, 0, self.embed_dim]))
+        return self.out_proj(unpad(found.reshape([0, 0, self.embed_dim]), indices))
 
 
 @cache

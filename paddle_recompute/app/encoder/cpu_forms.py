@@ -9,6 +9,7 @@ are Paddle's own calls. A form can go when Paddle's kernel is as fast.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from typing import Any
 
@@ -60,9 +61,10 @@ class Linear(paddle.nn.Linear):
         """As Paddle's."""
         if self.bias is None or self.bias.stop_gradient or not has_forms(input):
             return paddle.nn.Linear.forward(self, input)
-        # The bias once for each row: its gradient adds the rows one by one, in Paddle's order.
-        first = paddle.zeros([*input.shape[:-1], 1], dtype="int32")
-        return F.linear(input, self.weight).add_(paddle.gather_nd(self.bias.unsqueeze(0), first))
+        # An index of no number is the whole bias, here once for each row. Its gradient adds the
+        # rows one by one, in Paddle's order. F.linear without a bias is matmul, 11 us later.
+        whole = paddle.empty([*input.shape[:-1], 0], dtype="int32")
+        return paddle.matmul(input, self.weight).add_(paddle.gather_nd(self.bias, whole))
 
 
 class Dropout(paddle.nn.Dropout):
@@ -80,6 +82,9 @@ _FORMS: dict[type, type[paddle.nn.Layer]] = {paddle.nn.Linear: Linear, paddle.nn
 
 def dropout(x: paddle.Tensor, p: float, training: bool) -> paddle.Tensor:
     """``F.dropout(x, p, training=training)`` of finite `x`, from one integer for each element.
+
+    A dropped inf or NaN is NaN here and 0 there: such a value shows in each step, not in some of
+    them. ``where`` in place of the product has Paddle's zeros and takes longer.
 
     Paddle 2.6 keeps its own: its C++ library divides a draw by nearly a power of two where the
     newer one takes the first bits, so one element of a mask in 10^10 or so would be another one.
@@ -105,7 +110,7 @@ def _has_forms(x: paddle.Tensor) -> bool:
         is_dygraph()
         and x.dtype == paddle.float32
         and x.place.is_cpu_place()
-        and x.size >= SMALLEST
+        and math.prod(x.shape) >= SMALLEST  # a fifth of the time of x.size
         and amp_state() is OFF
     )
 

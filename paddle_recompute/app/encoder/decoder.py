@@ -14,6 +14,7 @@ from paddle.nn import Layer, LayerList, Linear
 
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.encoder.attention import AttentionCore
+from paddle_recompute.app.encoder.unpadding import Indices, pad, unpad
 
 # Added to the score of a token that another one must not see. It is finite, because a softmax over
 # -inf alone is NaN; it is within float16, where a cast must not make it -inf; and exp(-1e4) is 0 in
@@ -32,14 +33,19 @@ class Decoder(Layer):
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
 
     def forward(
-        self, hidden: paddle.Tensor, added: paddle.Tensor, positions: paddle.Tensor
+        self,
+        hidden: paddle.Tensor,
+        added: paddle.Tensor,
+        positions: paddle.Tensor,
+        indices: Indices = None,
     ) -> paddle.Tensor:
-        """From ``[batch, length, hidden]`` to the same.
+        """From ``[batch, length, hidden]`` to the same; with `indices` from ``[tokens, hidden]``.
 
         Args:
             hidden: The embedded tokens.
             added: To the scores, ``[batch, 1, 1, length]``: padding.
             positions: ``[batch, length]``, integers.
+            indices: Those of the tokens.
         """
         one_row = paddle.ones_like(positions[:1]).astype("float32").cumsum(axis=1)
         is_later = (one_row.unsqueeze(2) < one_row.unsqueeze(1)).astype(added.dtype)
@@ -49,7 +55,7 @@ class Decoder(Layer):
         angles = paddle.concat([angles, angles], axis=-1).unsqueeze(2)
         cos, sin = (function(angles).astype(hidden.dtype) for function in (paddle.cos, paddle.sin))
         for layer in self.layers:
-            hidden = layer(hidden, added, cos, sin)
+            hidden = layer(hidden, added, cos, sin, indices)
         return self.norm(hidden)
 
 
@@ -65,10 +71,15 @@ class Block(Layer):
         self.mlp = SwiGLU(width, config.intermediate_size, weight)
 
     def forward(
-        self, hidden: paddle.Tensor, added: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor
+        self,
+        hidden: paddle.Tensor,
+        added: paddle.Tensor,
+        cos: paddle.Tensor,
+        sin: paddle.Tensor,
+        indices: Indices = None,
     ) -> paddle.Tensor:
-        """From ``[batch, length, hidden]`` to the same."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), added, cos, sin)
+        """From ``[batch, length, hidden]``, or ``[tokens, hidden]``, to the same."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), added, cos, sin, indices)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -92,12 +103,18 @@ class GroupedAttention(AttentionCore, Layer):
             self.k_norm = RMSNorm(self.head_dim, config.layer_norm_epsilon)
 
     def forward(
-        self, hidden: paddle.Tensor, added: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor
+        self,
+        hidden: paddle.Tensor,
+        added: paddle.Tensor,
+        cos: paddle.Tensor,
+        sin: paddle.Tensor,
+        indices: Indices = None,
     ) -> paddle.Tensor:
-        """From ``[batch, length, hidden]`` to the same."""
-        query = self.q_proj(hidden).reshape([0, 0, self._heads, self.head_dim])
-        key = self.k_proj(hidden).reshape([0, 0, self._groups, self.head_dim])
-        value = self.v_proj(hidden).reshape([0, 0, self._groups, self.head_dim])
+        """From ``[batch, length, hidden]``, or ``[tokens, hidden]``, to the same."""
+        projected = [self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)]
+        query, key, value = (
+            pad(states, indices).reshape([0, 0, -1, self.head_dim]) for states in projected
+        )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = (states * cos + _half_turned(states) * sin for states in (query, key))
@@ -108,7 +125,8 @@ class GroupedAttention(AttentionCore, Layer):
             query = query.transpose([0, 2, 3, 1, 4])
             key, value = (x.transpose([0, 2, 1, 3]).unsqueeze(2) for x in (key, value))
             found = self.attend(query, key, value, added.unsqueeze(1)).transpose([0, 3, 1, 2, 4])
-        return self.o_proj(found.reshape([0, 0, self._heads * self.head_dim]))
+        found = found.reshape([0, 0, self._heads * self.head_dim])
+        return self.o_proj(unpad(found, indices))
 
 
 class SwiGLU(Layer):

@@ -28,6 +28,7 @@ from paddle_recompute.app.encoder.cpu_forms import use_cpu_forms
 from paddle_recompute.app.encoder.decoder import HIDDEN_SCORE, Decoder
 from paddle_recompute.app.encoder.own import build_own
 from paddle_recompute.app.encoder.towers import TwoTowers, encoders_of
+from paddle_recompute.app.encoder.unpadding import Indices, indices_of, pad, unpad
 from paddle_recompute.errors import DataError
 from paddle_recompute.weights import init_weights, read_arrays
 
@@ -163,15 +164,21 @@ class ErnieEncoder(paddle.nn.Layer):
         place = paddle.ones_like(input_ids[:1]).astype("int64").cumsum(axis=1)
         # Not ``clip``: 2.6.2 on a CPU refuses an inference program with one behind a subtraction.
         positions = paddle.maximum(place - 1 - padding_before, paddle.zeros_like(place))
-        hidden = self.embeddings(input_ids, token_type_ids, positions)
+        indices = indices_of(keep) if self.training else None
+        if token_type_ids is not None:
+            token_type_ids = unpad(token_type_ids, indices)
+        hidden = self.embeddings(
+            unpad(input_ids, indices), token_type_ids, unpad(positions, indices)
+        )
         added = ((1.0 - keep.astype(hidden.dtype)) * HIDDEN_SCORE).unsqueeze([1, 2])
         if isinstance(self.encoder, Decoder):
-            hidden = self.encoder(hidden, added, positions)
+            hidden = self.encoder(hidden, added, positions, indices)
         else:
             if self.relative is not None:
                 added = added + self.relative(input_ids).astype(added.dtype)
-            hidden = self.encoder(hidden, added)  # [batch, 1 or heads, 1 or length, length]
-        return hidden, keep.astype(hidden.dtype)
+            # `added` is [batch, 1 or heads, 1 or length, length].
+            hidden = self.encoder(hidden, added, indices)
+        return pad(hidden, indices), keep.astype(hidden.dtype)
 
     def pooled(self, hidden: paddle.Tensor, keep: paddle.Tensor) -> paddle.Tensor:
         """The vector of each text, from `tokens`."""
@@ -230,7 +237,7 @@ class Embeddings(paddle.nn.Layer):
         token_type_ids: paddle.Tensor | None,
         positions: paddle.Tensor,
     ) -> paddle.Tensor:
-        """From three times ``[batch, length]``, integers, to ``[batch, length, hidden]``."""
+        """From three times ``[batch, length]``, or ``[tokens]``, to ``[..., hidden]``."""
         if self.position is None or self.layer_norm is None:
             return self.word(input_ids)
         total = self.position(positions + self._first)
@@ -239,6 +246,31 @@ class Embeddings(paddle.nn.Layer):
                 token_type_ids = paddle.zeros_like(input_ids[:1])
             total = total + self.token_type(token_type_ids)
         return self.dropout(self.layer_norm(total + self.word(input_ids)))
+
+
+class Blocks(paddle.nn.TransformerEncoder):
+    """Paddle's, whose blocks get `indices` as well."""
+
+    def forward(
+        self, src: paddle.Tensor, src_mask: paddle.Tensor, indices: Indices = None
+    ) -> paddle.Tensor:
+        """As Paddle's; with `indices` from ``[tokens, hidden]`` to the same."""
+        for layer in self.layers:
+            src = layer(src, src_mask, indices)
+        return src
+
+
+class Block(paddle.nn.TransformerEncoderLayer):
+    """Paddle's with the norms behind the residuals, whose attention gets `indices` as well."""
+
+    def forward(
+        self, src: paddle.Tensor, src_mask: paddle.Tensor, indices: Indices = None
+    ) -> paddle.Tensor:
+        """As Paddle's; with `indices` from ``[tokens, hidden]`` to the same."""
+        found = self.self_attn(src, src, src, src_mask, indices)
+        src = self.norm1(src + self.dropout1(found))
+        found = self.linear2(self.dropout(self.activation(self.linear1(src))))
+        return self.norm2(src + self.dropout2(found))
 
 
 class RelativePositions(paddle.nn.Layer):
@@ -305,7 +337,7 @@ def _blocks(config: ModelConfig) -> paddle.nn.Layer:
     weight = _initial_weight(config)
     if config.architecture.is_decoder:
         return Decoder(config, weight)
-    block = paddle.nn.TransformerEncoderLayer(
+    block = Block(
         config.hidden_size,
         config.num_heads,
         config.intermediate_size,
@@ -317,7 +349,7 @@ def _blocks(config: ModelConfig) -> paddle.nn.Layer:
         weight_attr=weight,
     )
     # TransformerEncoder builds every further block anew and draws its weights.
-    encoder = paddle.nn.TransformerEncoder(block, config.num_layers)
+    encoder = Blocks(block, config.num_layers)
     for layer in encoder.layers:
         layer.self_attn.__class__ = SelfAttention  # the block takes no class of an attention
         layer.self_attn.learns_scores = bool(config.architecture.relative_buckets)

@@ -80,10 +80,10 @@ def without_gain(config: Config, record: dict[str, Any]) -> list[str]:
     if record["steps"] >= _FEWEST_STEPS and loss is not None and loss >= _NEAR_CHANCE * chance:
         advice = "model.pooling: mean, or a lower train.learning_rate with train.warmup_steps"
         if config.model.init_from is not None:
-            advice = "a lower contrastive.temperature, or another train.learning_rate"
+            advice = "another contrastive.temperature or train.learning_rate"
         notes.append(
-            f"The loss {loss:.4f} is that of chance ({chance:.4f}): divided by "
-            f"contrastive.temperature, all scores of a batch are nearly equal. Try {advice}"
+            f"The loss {loss:.4f} is no better than that of chance ({chance:.4f}), where all "
+            f"scores of a batch, divided by contrastive.temperature, are equal. Try {advice}"
         )
     before = record["untrained_mrr"]
     if before is not None and record["mrr"] < before:

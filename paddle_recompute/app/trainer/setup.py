@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from paddle_recompute.app.data import DataDigest
 from paddle_recompute.app.encoder import build_model, encoders_of
 from paddle_recompute.app.trainer.same_settings import check_same_settings
 from paddle_recompute.distributed import join_process_group, values_of_ranks
-from paddle_recompute.errors import ConfigError, DataError, SelectionError
+from paddle_recompute.errors import ConfigError, DataError, PaddleRecomputeError, SelectionError
 from paddle_recompute.offload import offload_layers
 from paddle_recompute.options import AUTO
 from paddle_recompute.planner import RecomputePlan
@@ -143,15 +144,28 @@ def check_model(config: Config) -> None:
     An encoder of this library is built narrow: the names of its parts are the same.
 
     Raises:
-        ConfigError: The model cannot be imported or built.
+        ConfigError: The model cannot be imported or built; the cause is what its own code raised.
         SelectionError: A pattern matches nothing, or not what it may.
     """
     section, rows = config.model.without_weights(), config.model.vocab_size
     if not section.is_own:
         narrow = {"hidden_size": 2 * section.num_heads, "intermediate_size": 2, "head_dim": 2}
-        section = section.model_copy(update={**narrow, "vocab_size": None})
-        rows = 2
-    model = build_model(section, rows or config.data.vocab_size)
+        words = {"vocab_size": None, "pad_token_id": 0}
+        section, rows = section.model_copy(update={**narrow, **words}), 1
+    try:
+        model = build_model(section, rows or config.data.vocab_size)
+    except Exception as error:  # of the user's code too, whatever that raises
+        if isinstance(error, PaddleRecomputeError) or not section.is_own:
+            raise
+        place = [
+            f"{file}:{line}"
+            for file, line, *_ in traceback.extract_tb(error.__traceback__)
+            if not file.startswith(os.path.dirname(paddle.__file__))
+        ][-1]
+        raise ConfigError(
+            f"model.name: {section.name} cannot be built or called: {place} raises "
+            f"{type(error).__name__}: {str(error).strip()}"
+        ) from error
     wrap(model, config if config.recompute.policy == "segments" else recompute_alone(config))
 
 

@@ -64,6 +64,19 @@ def test_dropout_and_the_generator_have_paddles_bits(p: float, training: bool) -
         assert_same_bits(dropped(dropout, *given), dropped(F.dropout, *given))
 
 
+@pytest.mark.skipif(paddle_version() < (3, 3), reason="an older Paddle keeps its own dropout")
+@on_cpu
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_value_that_is_not_finite_shows_where_dropout_drops_it_too(value: float) -> None:
+    found = []
+    for call in (F.dropout, dropout):
+        paddle.seed(5)
+        found.append(call(paddle.full([cpu_forms.SMALLEST], value), 0.5, training=True).numpy())
+    kept = found[0] != 0
+    np.testing.assert_array_equal(found[0][kept], found[1][kept])
+    assert 0.4 < kept.mean() < 0.6 and np.isnan(found[1][~kept]).all()
+
+
 @on_cpu
 @pytest.mark.parametrize(
     "millions", [1, pytest.param(100, marks=pytest.mark.matrix)], ids=lambda one: f"{one}M"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
-from paddle_recompute.app.config import Config, ModelConfig
+from paddle_recompute.app.config import Config, ModelConfig, load_config
 from paddle_recompute.app.data import check_vocabulary
 from paddle_recompute.app.retrieval import (
     encode_texts,
@@ -168,9 +168,11 @@ def test_every_folder_of_a_run_and_what_it_exports(tmp_path: Path) -> None:
         load_encoder(tmp_path)
 
 
-def test_init_writes_a_configuration_that_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["roberta", "qwen3"])
+def test_init_writes_a_configuration_that_trains(kind: str, tmp_path: Path) -> None:
+    """With a decoder the last product of a block, which costs no memory, is not run again."""
     folder, file = tmp_path / "hf", tmp_path / "run.yaml"
-    make_folder(folder, "roberta")
+    make_folder(folder, kind)
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("".join(f"{one}\t{one} cloud\n" for one in texts(80)))
     command("init", "--from-model", folder, pairs, "--output", file)
@@ -179,7 +181,9 @@ def test_init_writes_a_configuration_that_trains(tmp_path: Path) -> None:
     command("config", "validate", "--config", file, *short)
     command("train", "--config", file, *short, "train.eval_every=1", "train.learning_rate=1e-20")
     encoder = load_encoder(tmp_path / "run")
-    assert (encoder.config.name, encoder.config.pad_token_id) == ("roberta", 1)
+    assert (encoder.config.name, encoder.config.pad_token_id) == (kind, model_of(kind).pad_token_id)
+    kept = load_config(file).recompute.keep
+    assert kept == (["encoder.layers.*.mlp.down_proj"] if kind == "qwen3" else [])
     assert np.array_equal(encode_texts(encoder, TEXTS), encode_texts(load_encoder(folder), TEXTS))
     # No step was better than none, and the best is the model as it came.
     record = json.loads((tmp_path / "run" / "result.json").read_text())

@@ -81,7 +81,8 @@ def test_ranks_apart_and_micro_batches_have_fewer_candidates() -> None:
     ("changes", "words"),
     [
         ({}, []),
-        ({"loss": 5.5435}, ["The loss 5.5435 is that of chance (5.5452)"]),
+        ({"loss": 5.5435}, ["The loss 5.5435 is no better than that of chance (5.5452)"]),
+        ({"loss": 6.5}, ["The loss 6.5000 is no better than that of chance (5.5452)"]),
         ({"loss": 5.5435, "steps": 9}, []),
         ({"loss": None, "untrained_mrr": None}, []),
         ({"mrr": 0.05}, ["finds less than the model before training"]),
@@ -101,4 +102,4 @@ def test_the_advice_is_for_the_weights_that_the_run_began_with() -> None:
     pretrained = config.model_copy(update={"model": of_weights})
     assert "Try model.pooling: mean" in without_gain(config, record)[0]
     [note] = without_gain(pretrained, record)
-    assert "Try a lower contrastive.temperature" in note and "pooling" not in note
+    assert "Try another contrastive.temperature" in note and "pooling" not in note
