@@ -28,12 +28,13 @@ endef
 PROGRESS := sed -un -e 's|^ *Downloading \(.*/\)\?\([^ ]*\) (\([0-9]\{2,\}[.0-9]* MB\)).*|  downloading \2, \3|p' \
     -e 's|^Installing collected packages.*|  unpacking|p'
 
-# $(call install,FOLDER,REQUIREMENTS,MORE): keeps an environment that works, makes one otherwise.
+# $(call install,FOLDER,REQUIREMENTS,MORE): keeps an environment that works, makes one otherwise. Python
+# compiles what is imported; pip would compile all files, most of which nothing imports.
 define install
 $(FIND_PYTHON); SECONDS=0; \
 echo "$(1): installing $(2), which takes a minute or two the first time"; \
 $(1)/bin/python -c '$(PROBE)' >/dev/null 2>&1 || "$$found" -m venv --clear $(1); \
-$(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off -r $(2) $(3) | $(PROGRESS) && \
+$(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-compile -r $(2) $(3) | $(PROGRESS) && \
 touch $@ && echo "$(1): installed in $$SECONDS s"
 endef
 
@@ -126,26 +127,29 @@ APART := --ignore=tests/machines
 test: venv
 	.venv/bin/python -m pytest $(PARALLEL) $(APART) $(ARGS)
 
-# pytest rewrites and compiles each file of tests, which takes 10 s, and keeps what it has made.
-compiled-tests: venv
+# pytest rewrites and compiles each file of tests, which takes 10 s, and keeps what it has made; so does
+# Python with the modules of Paddle.
+compiled-tests: venv venv26
 	.venv/bin/python -m pytest --collect-only -qq -W ignore > /dev/null
+	.venv26/bin/python -W ignore -c "import paddle_recompute.app.trainer, pytest"
 
-# Tests of files, words, pages and processes, in which the versions of Paddle do not differ: on 3.3
-# alone, because the whole check should take 18 minutes. make test26 SAME_ON_BOTH= runs them as well.
-# Of long tables it runs a sample (tests/sampled.py), and make bench26-matrix the rest.
+# Tests of files, words, pages, processes and the application, in which the versions of Paddle do not
+# differ: on 3.3 alone, because the whole check should take 15 minutes. make test26 SAME_ON_BOTH= runs
+# them as well. Of long tables it runs a sample (tests/sampled.py), and make bench26-matrix the rest.
 SAME_ON_BOTH := $(addprefix --ignore=tests/,\
-    app/config app/data app/launch app/report app/test_cli_config.py app/test_cli_shell.py \
+    app/config app/data app/launch app/report \
+    $(addprefix app/test_,cli.py cli_config.py cli_shell.py cli_validate.py) \
     app/parity/test_comparison.py \
     $(addprefix app/retrieval/test_,encode.py evaluation.py hugging_face.py mining.py) \
     $(addprefix app/retrieval/test_,serving.py use.py) \
-    $(addprefix app/trainer/test_,callbacks.py foreign_weights.py progress.py) \
+    $(addprefix app/trainer/test_,callbacks.py foreign_weights.py hard_negatives.py network.py progress.py) \
     $(addprefix app/trainer/test_,resume.py run_folder.py same_settings.py signals.py trainer.py) \
-    app/trainer/test_validation.py \
+    $(addprefix app/trainer/test_,two_towers.py validation.py) \
     benchmarks $(addprefix distributed/test_,control_port.py control_server.py peer_state.py) \
     $(addprefix docs/test_,figures.py pages.py site.py story.py) \
     fuzz/test_readers.py fuzz/test_what_readers_read.py \
     $(addprefix planner/test_,report.py solve.py verification.py) \
-    weights/test_init_from.py test_layers.py test_nested.py test_options.py test_package.py)
+    weights/test_init_from.py test_layers.py test_nested.py test_options.py test_package.py test_words.py)
 
 test26: venv26
 	.venv26/bin/python -m pytest $(PARALLEL) $(APART) $(SAME_ON_BOTH) $(ARGS)
@@ -296,7 +300,7 @@ wheel-test: build/.wheel-tested
 build/.wheel-tested: .venv/.installed .venv-release/.installed README.md setup.py pyproject.toml tests/wheel_check.py $(PACKAGE) $(wildcard fleet_configs/*)
 	@rm -rf build/lib build/bdist.* build/site dist
 	@mkdir -p build
-	.venv-release/bin/python -m build --outdir dist . > build/release.log 2>&1 || { tail -n 30 build/release.log; exit 1; }
+	.venv-release/bin/python -m build --no-isolation --outdir dist . > build/release.log 2>&1 || { tail -n 30 build/release.log; exit 1; }
 	.venv-release/bin/twine check --strict dist/*
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/site dist/*.whl
 	cd / && PYTHONPATH=$(CURDIR)/build/site $(CURDIR)/.venv/bin/python $(CURDIR)/tests/wheel_check.py $(CURDIR)

@@ -330,7 +330,7 @@ def verdict(seed: int, seen: Counter[str]) -> None:
 def test_chains() -> None:
     seen: Counter[str] = Counter()
     first = budget.seed() * 1_000_000
-    count = budget.examples(16)
+    count = budget.examples(11)
     print(f"Paddle {paddle.__version__}, offloaded chains, FUZZ_SEED={budget.seed()}", flush=True)
     try:
         for seed in range(first, first + count):

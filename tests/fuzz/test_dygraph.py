@@ -66,7 +66,7 @@ def test_programs(tmp_path: Path) -> None:
     print(f"If the interpreter dies, the program is in {last}", flush=True)
     try:
         budget.fuzz(
-            programs, each, 40, phases=phases, suppress_health_check=health, print_blob=False
+            programs, each, 28, phases=phases, suppress_health_check=health, print_blob=False
         )
     finally:
         print(", ".join(f"{count} {what}" for what, count in seen.most_common()), flush=True)

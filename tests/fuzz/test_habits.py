@@ -160,6 +160,6 @@ def test_programs(tmp_path: Path) -> None:
             fault = f"{fault}\n{least}\n{judge(least)[1]}"
         return word, fault
 
-    found = budget.every_number(check, 25, tell_every=100)
+    found = budget.every_number(check, 18, tell_every=100)
     refused = sum(count for word, count in found.items() if word.startswith("refused"))
     assert refused <= max(3, MOST_REFUSED * found.total())

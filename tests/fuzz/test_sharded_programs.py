@@ -358,6 +358,6 @@ def run_programs(first: int, count: int) -> int:
 
 @pytest.mark.timeout(24 * 3600)
 def test_a_spread_run_has_the_bits_of_the_plain_run() -> None:
-    count = budget.examples(10)
+    count = budget.examples(7)
     done = run_ranks(run_programs, RANKS, timeout=60 + 4 * count, first=budget.seed(), count=count)
     assert done == [count] * RANKS

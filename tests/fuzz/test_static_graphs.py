@@ -127,5 +127,5 @@ def test_random_graphs(caplog: pytest.LogCaptureFixture) -> None:
         lines = "; ".join(sketch(number, smallest).lines)
         return word, f"length {smallest} of {length}: {fault}\n    {lines}"
 
-    found = budget.every_number(described, 12)
+    found = budget.every_number(described, 8)
     assert found["equal"] > sum(found.values()) / 2

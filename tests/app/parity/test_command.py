@@ -47,6 +47,13 @@ def run(folder: Path, *arguments: str, code: int = 0, **changes: Any) -> Result:
     return command("parity", "--config", file, *arguments, code=code)
 
 
+# A Program takes as long to build as it has operators.
+ONE_LAYER: dict[str, Any] = {
+    "model__num_layers": 1,
+    "recompute__checkpoints": ["encoder.layers.*"],
+}
+
+
 @pytest.mark.timeout(300)  # five runs on two ranks
 def test_the_whole_way(tmp_path: Path) -> None:
     """Two ranks, with a learned temperature, hard negatives and masked false negatives."""
@@ -56,6 +63,7 @@ def test_the_whole_way(tmp_path: Path) -> None:
         "contrastive__learnable_temperature": True,
         "contrastive__mask_false_negatives": True,
         "launch__num_ranks": 2,
+        **ONE_LAYER,
     }
     result = run(tmp_path, "--steps", "2", "--json", **changes)
     record = json.loads(result.stdout)
@@ -95,7 +103,8 @@ def test_a_model_that_fleets_recompute_refuses_is_compared_without_it(
 
 
 def test_recompute_that_keeps_parts_is_compared_without_fleet(tmp_path: Path) -> None:
-    result = run(tmp_path, "--steps", "1", "--json", recompute__keep=["**.self_attn"])
+    kept = {"recompute__keep": ["**.self_attn"], **ONE_LAYER}
+    result = run(tmp_path, "--steps", "1", "--json", **kept)
     record = json.loads(result.stdout)
     assert record["ok"] is True and len(record["runs"]) == 4 and FLEET not in record["runs"]
     [note] = [note for note in record["notes"] if "fleet" in note]
