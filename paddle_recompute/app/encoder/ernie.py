@@ -193,8 +193,8 @@ class ErnieEncoder(paddle.nn.Layer):
     def _takes_tokens(self) -> bool:
         """Whether all blocks do; one of the user's, or attention in one, gets padding as before."""
         return type(self.encoder).forward in _TAKE_TOKENS and all(
-            type(one).forward in _TAKE_TOKENS and type(one.self_attn).forward in _TAKE_TOKENS
-            for one in self.encoder.layers
+            type(block).forward in _TAKE_TOKENS and type(block.self_attn).forward in _TAKE_TOKENS
+            for block in self.encoder.layers
         )
 
     @paddle.jit.not_to_static
@@ -283,8 +283,8 @@ class Block(paddle.nn.TransformerEncoderLayer):
 
 
 _TAKE_TOKENS = {
-    one.forward
-    for one in (Blocks, Block, SelfAttention, Decoder, decoder.Block, decoder.GroupedAttention)
+    kind.forward
+    for kind in (Blocks, Block, SelfAttention, Decoder, decoder.Block, decoder.GroupedAttention)
 }
 
 
