@@ -46,8 +46,11 @@ class _Bound:
         self._form, self._layer = form, weakref.ref(layer)
 
     def forward(self, input: paddle.Tensor) -> paddle.Tensor:
-        """As Paddle's."""
-        return self._form.forward(self._layer(), input)
+        """As Paddle's. Where the Layer has got a class with another forward since, by that."""
+        layer = self._layer()
+        kind: Any = type(layer)
+        form = self._form if kind.forward is _PADDLES[self._form] else kind
+        return form.forward(layer, input)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The method of a copied or pickled Layer is that of the copy."""
@@ -77,7 +80,8 @@ class Dropout(paddle.nn.Dropout):
         return paddle.nn.Dropout.forward(self, input)
 
 
-_FORMS: dict[type, type[paddle.nn.Layer]] = {paddle.nn.Linear: Linear, paddle.nn.Dropout: Dropout}
+_FORMS: dict[Any, Any] = {paddle.nn.Linear: Linear, paddle.nn.Dropout: Dropout}
+_PADDLES = {form: kind.forward for kind, form in _FORMS.items()}
 
 
 def dropout(x: paddle.Tensor, p: float, training: bool) -> paddle.Tensor:

@@ -23,6 +23,7 @@ import paddle
 from paddle.nn import Dropout, Embedding, LayerNorm, Linear
 
 from paddle_recompute.app.config import ModelConfig, model_folder
+from paddle_recompute.app.encoder import decoder
 from paddle_recompute.app.encoder.attention import HALF_PRECISION, SelfAttention
 from paddle_recompute.app.encoder.cpu_forms import use_cpu_forms
 from paddle_recompute.app.encoder.decoder import HIDDEN_SCORE, Decoder
@@ -164,7 +165,7 @@ class ErnieEncoder(paddle.nn.Layer):
         place = paddle.ones_like(input_ids[:1]).astype("int64").cumsum(axis=1)
         # Not ``clip``: 2.6.2 on a CPU refuses an inference program with one behind a subtraction.
         positions = paddle.maximum(place - 1 - padding_before, paddle.zeros_like(place))
-        indices = indices_of(keep) if self.training else None
+        indices = indices_of(keep) if self.training and self._takes_tokens() else None
         if token_type_ids is not None:
             token_type_ids = unpad(token_type_ids, indices)
         hidden = self.embeddings(
@@ -187,6 +188,14 @@ class ErnieEncoder(paddle.nn.Layer):
             vector = self.projection(vector)
             vector = paddle.tanh(vector) if self._is_tanh else vector
         return vector.astype("float32") if vector.dtype in HALF_PRECISION else vector
+
+    @paddle.jit.not_to_static
+    def _takes_tokens(self) -> bool:
+        """Whether all blocks do; one of the user's, or attention in one, gets padding as before."""
+        return type(self.encoder).forward in _TAKE_TOKENS and all(
+            type(block).forward in _TAKE_TOKENS and type(block.self_attn).forward in _TAKE_TOKENS
+            for block in self.encoder.layers
+        )
 
     @paddle.jit.not_to_static
     def _check(self, input_ids: paddle.Tensor) -> None:
@@ -252,11 +261,11 @@ class Blocks(paddle.nn.TransformerEncoder):
     """Paddle's, whose blocks get `indices` as well."""
 
     def forward(
-        self, src: paddle.Tensor, src_mask: paddle.Tensor, indices: Indices = None
+        self, src: paddle.Tensor, src_mask: paddle.Tensor | None = None, indices: Indices = None
     ) -> paddle.Tensor:
         """As Paddle's; with `indices` from ``[tokens, hidden]`` to the same."""
         for layer in self.layers:
-            src = layer(src, src_mask, indices)
+            src = layer(src, src_mask) if indices is None else layer(src, src_mask, indices)
         return src
 
 
@@ -264,13 +273,19 @@ class Block(paddle.nn.TransformerEncoderLayer):
     """Paddle's with the norms behind the residuals, whose attention gets `indices` as well."""
 
     def forward(
-        self, src: paddle.Tensor, src_mask: paddle.Tensor, indices: Indices = None
+        self, src: paddle.Tensor, src_mask: paddle.Tensor | None = None, indices: Indices = None
     ) -> paddle.Tensor:
         """As Paddle's; with `indices` from ``[tokens, hidden]`` to the same."""
         found = self.self_attn(src, src, src, src_mask, indices)
         src = self.norm1(src + self.dropout1(found))
         found = self.linear2(self.dropout(self.activation(self.linear1(src))))
         return self.norm2(src + self.dropout2(found))
+
+
+_TAKE_TOKENS = {
+    kind.forward
+    for kind in (Blocks, Block, SelfAttention, Decoder, decoder.Block, decoder.GroupedAttention)
+}
 
 
 class RelativePositions(paddle.nn.Layer):

@@ -15,7 +15,7 @@ from paddle.nn.quant.qat import QuantedLinear
 from paddle.quantization import QAT, QuantConfig
 from paddle.quantization.quanters import FakeQuanterWithAbsMaxObserver
 
-from paddle_recompute import RecomputeConfig, apply_recompute
+from paddle_recompute import RecomputeConfig, apply_recompute, recompute_wrapper
 from paddle_recompute._paddle.amp import OFF, amp_state_of
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.app.encoder import cpu_forms
@@ -194,6 +194,20 @@ def test_a_copy_computes_with_its_own_parameters() -> None:
     freed = weakref.ref(linear)
     del linear
     assert freed() is None and other(x).shape == [128, 8]
+
+
+def test_a_class_that_a_layer_gets_later_has_its_own_forward() -> None:
+    """As libraries of adapters give it. Not that of recompute, which adds to the calls alone."""
+
+    class Doubled(paddle.nn.Linear):
+        def forward(self, input: paddle.Tensor) -> paddle.Tensor:
+            return 2 * super().forward(input)
+
+    linear, x = paddle.nn.Linear(128, 8), random(128, 128)
+    use_cpu_forms(paddle.nn.Sequential(linear))
+    once = recompute_wrapper(linear)(x)
+    linear.unwrap().__class__ = Doubled
+    assert_same_bits(linear(x).numpy(), 2 * once.numpy())
 
 
 @on_cpu

@@ -12,6 +12,7 @@ from paddle_recompute import RecomputeConfig, apply_recompute
 from paddle_recompute.app.encoder import ernie
 from tests.app.encoder.test_attention import made
 from tests.app.retrieval.pretrained import KINDS, model_of
+from tests.bits import assert_same_bits
 from tests.fake_device import selected
 
 on_cpu = pytest.mark.skipif(selected.is_selected(), reason="a device computes padding like tokens")
@@ -89,3 +90,29 @@ def test_the_layers_of_a_token_get_tokens_alone(kind: str, is_recomputed: bool) 
     width = model_of(kind).hidden_size
     padded = [3, 7, width]
     assert shapes == [padded if selected.is_selected() else [12, width], padded]
+
+
+@pytest.mark.parametrize("replaced", ["attention", "block", "encoder"])
+def test_parts_of_paddle_in_the_encoder_get_padding(
+    replaced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, mask = lengths_and_sides("bert", [7, 1, 4], "right")
+    model = made("bert", **NO_DROPOUT)
+    block = paddle.nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0)
+    if replaced == "attention":
+        model.encoder.layers[1].self_attn = block.self_attn
+    elif replaced == "block":
+        model.encoder.layers[1] = block
+    else:
+        model.encoder = paddle.nn.TransformerEncoder(block, 1)
+    found = step(model, ids, None, mask)
+    model.clear_gradients()
+    monkeypatch.setattr(ernie, "indices_of", lambda keep: None)
+    assert_same_bits(found, step(model, ids, None, mask))
+
+
+def test_the_blocks_have_the_arguments_of_paddle() -> None:
+    """A mask may be missing, as in Paddle's."""
+    encoder, x = made("bert", **NO_DROPOUT).encoder, paddle.randn([2, 5, 16])
+    assert_same_bits(encoder(x), encoder(x, paddle.zeros([2, 1, 1, 5])))
+    assert_same_bits(encoder.layers[0](x), encoder.layers[0](x, src_mask=None))
