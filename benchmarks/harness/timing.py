@@ -24,12 +24,16 @@ def in_turn(
     rounds: int,
     between: Callable[[], object] = lambda: None,
 ) -> dict[str, list[T]]:
-    """What every step returned in every round after `warm_up`; `between` is called before each."""
+    """What every step returned in every round after `warm_up`; `between` is called before each.
+
+    Every other round runs them backwards: what one leaves behind, such as garbage, would else
+    always be a burden for the same next one.
+    """
     found: dict[str, list[T]] = {name: [] for name in steps}
     for number in range(warm_up + rounds):
-        for name, step in steps.items():
+        for name in [*steps][:: -1 if number % 2 else 1]:
             between()
-            value = step()
+            value = steps[name]()
             if number >= warm_up:
                 found[name].append(value)
     return found

@@ -248,7 +248,7 @@ class LayerState:
         parameters, buffers = [*map(_parameters_of, dicts)], [*map(_buffers_of, dicts)]
         norms: set[int] = set()  # the BatchNorms, several of which may share their statistics
         statistics: set[int] = set()
-        if STATISTICS[0] in {*_flat(parameters)}:
+        if any(map(operator.contains, parameters, itertools.repeat(STATISTICS[0]))):
             for layer, own in zip(layers, parameters, strict=True):
                 if STATISTICS[0] in own and isinstance(layer, BATCH_NORMS):
                     norms.add(id(layer))
@@ -261,8 +261,10 @@ class LayerState:
                     self._add_buffers(layer, is_norm=id(layer) in norms)
                 else:
                     self._bare.append(own)
-        values = _flat(map(dict.values, parameters))
-        trained = [p for p in values if p is not None and id(p) not in statistics]
+        values = _flat(map(dict.values, filter(None, parameters)))
+        trained = [p for p in values if p is not None]
+        if statistics:
+            trained = [p for p in trained if id(p) not in statistics]
         self._stamps.append(_writes.Stamps(trained))
 
     def _add_buffers(self, layer: paddle.nn.Layer, *, is_norm: bool) -> None:

@@ -71,7 +71,8 @@ class Entries:
         self.entries = entries
         self._names = names
         self._before = before
-        self._left: AbstractSet[str] = frozenset()
+        self._left: dict[str, Any] = {}
+        """The names that are not restored, and their content before; `ABSENT`: there was none."""
         self._size = size
         self.is_state = False
 
@@ -88,7 +89,8 @@ class Entries:
         """
         now = self.entries
         if changed := {name: _held_now(now, name) for name in self._changed() if name != FLAG}:
-            self._left = self._left | self._accepted(changed, found)
+            for name in self._accepted(changed, found):
+                self._left[name] = self._before.pop(name, ABSENT)
         self._size = len(now) if self._size == len(now) else -1
 
     def _accepted(self, changed: dict[str, Any], found: Found) -> set[str]:
@@ -99,7 +101,7 @@ class Entries:
             for name, value in changed.items()
             if is_member(value) and not is_member(before.get(name))
         }
-        if {id(changed[name]) for name in built} <= found():
+        if built and {id(changed[name]) for name in built} <= found():
             built = set()
         if self.is_state or any(
             isinstance(value, paddle.Tensor) for name, value in changed.items() if name not in built
@@ -124,7 +126,9 @@ class Entries:
         of them may say that this is done.
         """
         self.is_state = True
-        self._left = {name for name in self._left if is_member(_held_now(self.entries, name))}
+        for name in [*self._left]:
+            if not is_member(_held_now(self.entries, name)):
+                self._before[name] = self._left.pop(name)
 
     def restore(self) -> Callable[[], None] | None:
         """See `Location`."""
@@ -132,7 +136,7 @@ class Entries:
         if not changed:
             return None
         # Unchanged entries, too: the second forward may change them.
-        names = (self._before.keys() | self._names) - self._left
+        names = (self._before.keys() | self._names) - self._left.keys()
         now = {name: entries.get(name, ABSENT) for name in names}
         before = self._before
         _assign(entries, {name: original_of(before.get(name, ABSENT)) for name in changed})
@@ -149,8 +153,8 @@ class Entries:
         changed = [
             name for name, held in before.items() if not is_same(held, entries.get(name, ABSENT))
         ]
-        changed += (self._names & entries.keys()) - before.keys()
-        return [name for name in changed if name not in self._left]
+        changed += (self._names & entries.keys()) - before.keys() - self._left.keys()
+        return changed
 
 
 def _held_now(entries: dict[str, Any] | Attributes, name: str) -> Any:

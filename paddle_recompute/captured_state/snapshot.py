@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import sys
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
@@ -31,7 +32,7 @@ from paddle_recompute.errors import RecomputeError
 _flat = chain.from_iterable
 _attributes_of: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 _members_of, _buffers_of = itemgetter(*MEMBER_DICTS), itemgetter(BUFFERS)
-_values_of = methodcaller("values")  # not dict.values, which ignores move_to_end
+_values_of = methodcaller("values")  # takes three times as long as dict.values
 Undo = list[Callable[[], object]]
 """To be called from the last to the first."""
 
@@ -119,43 +120,46 @@ class Snapshot:
 
     def _note_members(self, layer_dicts: list[dict[str, Any]]) -> None:
         members = [*_flat(map(_members_of, layer_dicts))]
-        full = [*filter(None, members)]
+        keys, values = _content_of(members)
         self._members += map(len, members)
-        self._keys += _flat(full)
-        self._values += _flat(map(_values_of, full))
+        self._keys += keys
+        self._values += values
 
     def _has_same_members(self) -> bool:
         members = [*_flat(map(_members_of, self._layer_dicts))]  # `_member_dicts`
-        full = [*filter(None, members)]
+        keys, values = _content_of(members)
         return (
             [*map(len, members)] == self._members
-            and [*_flat(full)] == self._keys
-            and all(map(is_, _flat(map(_values_of, full)), self._values))
+            and keys == self._keys
+            and all(map(is_, values, self._values))
         )
 
     def _members_before(self) -> list[dict[Any, Any]]:
         entries = zip(self._keys, self._values, strict=True)
         return [dict(islice(entries, size)) for size in self._members]
 
-    def _held(self) -> list[list[Any]]:
-        """The recorded values of each dict or list."""
-        content = iter(self._content)
-        return [[*islice(content, count)] for count in self._num_read]
-
-    def _changed(self) -> dict[int, Location]:
-        """A `Location` with the recorded content for each container that differs, by its number."""
+    def _differing(self) -> Iterable[int]:
+        """The numbers of the dicts and lists that may differ; nearly always none."""
         rows = zip(self._readers, self._containers, strict=True)
         try:
             now = [read(container) for (_, read, _), container in rows]
-            if [*map(len, self._containers)] == self._sizes and all(
-                map(is_, _flat(now), self._content)
-            ):
-                return {}  # nearly always
         except KeyError:
-            pass
+            return range(len(self._containers))
+        if [*map(len, self._containers)] != self._sizes:
+            return range(len(self._containers))
+        if all(map(is_, _flat(now), self._content)):
+            return ()
+        if [*map(len, now)] != self._num_read:
+            return range(len(self._containers))
+        ends, same = [*accumulate(self._num_read)], map(is_, _flat(now), self._content)
+        return sorted({bisect(ends, index) for index, is_same in enumerate(same) if not is_same})
+
+    def _changed(self) -> dict[int, Location]:
+        """A `Location` with the recorded content for each container that differs, by its number."""
         locations: dict[int, Location] = {}
-        fields = zip(self._containers, self._readers, self._held(), self._sizes, strict=True)
-        for number, (container, reader, before, size) in enumerate(fields):
+        for number in self._differing():
+            container, reader = self._containers[number], self._readers[number]
+            before, size = self._content[self._span(number)], self._sizes[number]
             if _is_same(container, reader, before, size):
                 continue
             found, _, names = reader
@@ -168,6 +172,11 @@ class Snapshot:
                 locations[number] = location
         self._set_states(locations.values())
         return locations
+
+    def _span(self, number: int) -> slice:
+        """Where the values of a dict or list are in `_content`."""
+        start = sum(self._num_read[:number])
+        return slice(start, start + self._num_read[number])
 
     def _set_states(self, locations: Iterable[Location]) -> None:
         """Set `Entries.is_state` of the attributes of Layers: numbers are restored with buffers.
@@ -183,13 +192,14 @@ class Snapshot:
         if not found:
             return
         numbers = {id(entries): number for number, entries in enumerate(self._layer_dicts)}
-        builders = {id(self.layers[number]) for number in self._builders()}
         for location in found:
             if (number := numbers.get(id(location.entries))) is not None:
                 layer, size = self.layers[number], self._num_buffers[number]
-                is_built = not builders.isdisjoint(map(id, layers_below(layer) if builders else ()))
-                has_some = bool(size) or STATISTICS[0] in layer._parameters
-                location.is_state = size < len(layer._buffers) or (has_some and not is_built)
+                location.is_state = size < len(layer._buffers)
+                if size or STATISTICS[0] in layer._parameters:
+                    builders = {id(self.layers[number]) for number in self._builders()}
+                    below = map(id, layers_below(layer)) if builders else ()
+                    location.is_state |= builders.isdisjoint(below)
 
     def _builders(self, found: AbstractSet[int] = frozenset()) -> set[int]:
         """The numbers of the Layers with a member, not in `found`, where None or nothing was."""
@@ -231,14 +241,12 @@ class Snapshot:
             self._set_states(self.locations)
             for location in self.locations:
                 location.after_forward(found)
-        if changed := self._changed():
-            held = self._held()
-            for number, location in reversed(changed.items()):
-                location.after_forward(found)
-                self.locations.append(location)
-                for fields in (self._containers, self._readers, self._sizes, self._num_read, held):
-                    del fields[number]
-            self._content = [*_flat(held)]
+        for number, location in reversed(self._changed().items()):
+            location.after_forward(found)
+            self.locations.append(location)
+            del self._content[self._span(number)]
+            for fields in (self._containers, self._readers, self._sizes, self._num_read):
+                del fields[number]
         if not self._has_same_members():
             self._accept_built_members(found())
         elif not self.locations or all(location.is_unchanged() for location in self.locations):
@@ -301,16 +309,19 @@ class Snapshot:
         changed = self._changed()
         for location in (*self.locations, *changed.values()):
             undo.append(location.restore() or functools.partial(self._restore_after, location))
-        undo.append(functools.partial(self._restore_content, changed))
-        if self._has_same_members():
-            undo.append(self._restore_members_after)
-            return
-        for entries in self._member_dicts():
-            undo.append(functools.partial(fill_dict, entries, dict(entries)))
-        self._restore_members()
+        is_same = self._has_same_members()
+        undo.append(functools.partial(self._restore_rest, changed, is_same))
+        if not is_same:
+            for entries in self._member_dicts():
+                undo.append(functools.partial(fill_dict, entries, dict(entries)))
+            self._restore_members()
 
-    def _restore_content(self, but: dict[int, Location]) -> None:
-        if but or sys.exc_info()[0]:
+    def _restore_rest(self, but: dict[int, Location], had_same_members: bool) -> None:
+        has_raised = sys.exc_info()[0] is not None
+        may_differ = had_same_members and (self._exchanges_members or has_raised)
+        if may_differ and not self._has_same_members():
+            self._restore_members()
+        if but or has_raised:
             for number, location in self._changed().items():
                 if number not in but:
                     self._restore_after(location)
@@ -320,13 +331,17 @@ class Snapshot:
         location.after_forward(self.found)
         location.restore()
 
-    def _restore_members_after(self) -> None:
-        if (self._exchanges_members or sys.exc_info()[0]) and not self._has_same_members():
-            self._restore_members()
-
     def _restore_members(self) -> None:
         for entries, before in zip(self._member_dicts(), self._members_before(), strict=True):
             fill_dict(entries, before)
+
+
+def _content_of(dicts: list[dict[Any, Any]]) -> tuple[list[Any], Iterator[Any]]:
+    """All keys and all values of `dicts`, most of which are empty, in the order of each."""
+    full = [*filter(None, dicts)]
+    keys = [*_flat(full)]
+    is_in_order = keys == [*_flat(map(dict.keys, full))]  # not so after move_to_end
+    return keys, _flat(map(dict.values if is_in_order else _values_of, full))
 
 
 def _is_same(container: Any, reader: Reader, before: list[Any], size: int) -> bool:
