@@ -28,10 +28,6 @@ MODULES_BEHIND_ATTRIBUTES = (
 """Attributes of the modules ``paddle`` and ``paddle.nn`` (2.6, 3.x) behind which others lie."""
 
 
-_cpu = core.default_cpu_generator()
-"""The one generator of the CPU (2.6, 3.x)."""
-
-
 def generator_states() -> tuple[Any, Any]:
     """The states of Paddle's generators: the CPU's, and the current device's if it is another.
 
@@ -39,7 +35,7 @@ def generator_states() -> tuple[Any, Any]:
     a device raises AttributeError on 2.6.2. Can go with 2.6.
     """
     device = None if _is_on_cpu() else paddle.get_rng_state()
-    return _cpu.get_state(), device
+    return core.default_cpu_generator().get_state(), device
 
 
 def _is_on_cpu() -> bool:
@@ -50,7 +46,7 @@ def _is_on_cpu() -> bool:
 def set_generator_states(states: tuple[Any, Any]) -> None:
     """Put Paddle's generators back to `states` (from `generator_states`)."""
     cpu, device = states
-    _cpu.set_state(cpu)
+    core.default_cpu_generator().set_state(cpu)
     if device is not None:
         paddle.set_rng_state(device)
 
@@ -89,7 +85,7 @@ def mark_by_drawing() -> object:
     """`mark_of` the present state of the generators. It draws a number from that of the CPU, which
     is faster than to read its state; so a state must be set next.
     """
-    return _cpu.random() if _is_on_cpu() else mark_of(generator_states())
+    return core.default_cpu_generator().random() if _is_on_cpu() else mark_of(generator_states())
 
 
 @functools.cache

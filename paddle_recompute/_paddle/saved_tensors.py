@@ -88,17 +88,6 @@ def without_graph(tensor: paddle.Tensor) -> paddle.Tensor:
     return kept
 
 
-def without_graphs(tensors: list[Any]) -> list[Any]:
-    """`without_graph` of each of `tensors`; None stays None."""
-    are_plain = {*map(type, tensors)} == {paddle.Tensor}
-    if are_plain and not (_HAS_ATTRIBUTES and any(map(_attributes_of, tensors))):
-        return [*map(_detach, tensors)]
-    return [None if tensor is None else without_graph(tensor) for tensor in tensors]
-
-
-_detach = core.eager.Tensor.detach
-_attributes_of = operator.attrgetter("__dict__")
-
 TensorMetadata = tuple[Any, Any, int, list[int]]
 """`dtype_of`, strides (in elements; None: contiguous) and offset in its memory (in bytes) of a
 tensor, and its shape."""
@@ -120,22 +109,18 @@ shape: few objects for the garbage collector."""
 
 
 def metadata_lists_of(tensors: list[Any]) -> MetadataLists:
-    """`metadata_of` each of `tensors`."""
-    lists: MetadataLists = [], [], [], []
-    add_metadata(lists, tensors)
-    return lists
-
-
-def add_metadata(lists: MetadataLists, tensors: list[Any]) -> None:
-    """Add `metadata_of` each of `tensors` to `lists`, in C where that is possible."""
-    dtypes, strides, offsets, sizes = lists
-    dtypes += map(dtype_of, tensors)
+    """`metadata_of` each of `tensors`, in C where that is possible."""
     contiguous = zip(tensors, map(_is_contiguous, tensors), strict=True)
-    strides += [None if is_so else tensor.strides for tensor, is_so in contiguous]
-    offsets += map(_offset_of, tensors)
+    sizes: list[Any] = []
     for shape in map(_shape_of, tensors):
         sizes.extend(shape)
         sizes.append(None)
+    return (
+        [*map(dtype_of, tensors)],
+        [None if is_so else tensor.strides for tensor, is_so in contiguous],
+        [*map(_offset_of, tensors)],
+        sizes,
+    )
 
 
 def each_metadata(lists: MetadataLists) -> list[TensorMetadata]:
@@ -271,9 +256,7 @@ class _PackReferences(threading.local):
         self._in_graphs += alive
         if len(self._in_graphs) > self._enough:
             self._in_graphs = [
-                reference
-                for reference in self._in_graphs
-                if (handle := reference()) is not None and handle.is_for_engine
+                reference for reference in self._in_graphs if _is_in_graph(reference())
             ]
             self._enough = 2 * len(self._in_graphs) + 30
 
@@ -294,6 +277,10 @@ class _PackReferences(threading.local):
             return result
 
         return run
+
+
+def _is_in_graph(handle: Any) -> bool:
+    return handle is not None and handle.is_for_engine
 
 
 def _release(handles: list[weakref.ref[Any]]) -> None:

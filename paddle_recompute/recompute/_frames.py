@@ -36,7 +36,7 @@ from paddle_recompute._paddle.gradients import (
     remove_temporary_hooks,
     watch_hooks,
 )
-from paddle_recompute._paddle.saved_tensors import MetadataLists, add_metadata
+from paddle_recompute._paddle.saved_tensors import MetadataLists, dtype_of
 from paddle_recompute.captured_state import Call
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute._hooks import (
@@ -93,10 +93,6 @@ class FrameHandle(SavedHandle):
         del self.frame
 
 
-READ_TOGETHER = 8
-"""So many saved tensors stay alive until their metadata are read in one go: one by one, between
-operators, their code would not be in the processor's cache.
-"""
 _new_handle = object.__new__
 """Bypasses ``__init__``: ``FrameHandle()`` would double the time of `Frame.pack`."""
 
@@ -132,8 +128,6 @@ class Frame:
         self._end_of_forward: KeptCall | None = None
         # Metadata, checksum and weak reference to the handle of each saved tensor.
         self.metadata: MetadataLists = [], [], [], []
-        self._unread: list[paddle.Tensor] = []
-        """The last saved tensors, whose metadata are not read yet."""
         self.checksums: dict[int, int] = {}
         self.handles: list[weakref.ref[FrameHandle]] = []
         self._is_recording = self._compares_values = False
@@ -166,7 +160,6 @@ class Frame:
             self._inputs = save_inputs((args, kwargs), storage, pack)
             self._is_recording, self._compares_values = True, call.compare_values
             outputs = call.first(args, kwargs)
-            self._read_metadata()
         except BaseException as error:  # the caller may catch the error and continue
             self._failed_name = call.name
             self.release()
@@ -201,27 +194,25 @@ class Frame:
     def release(self) -> None:
         """Release the inputs and the state of the call."""
         self.call = self._inputs = self._end_of_forward = None
-        self.kept, self._unread = [], []
+        self.kept = []
 
     def pack(self, tensor: paddle.Tensor) -> FrameHandle:
         """First forward: return a handle for `tensor`, and record the metadata with which the
         second forward is compared.
         """
+        dtypes, strides, offsets, sizes = self.metadata
         handle = _new_handle(FrameHandle)
-        handle.frame, handle.tensor = self, None  # `Recomputation.finish` sets the rest
+        handle.frame, handle.tensor, handle.layout = self, None, None
         handle.is_spent = handle.is_for_engine = False
+        dtypes.append(dtype_of(tensor))  # `metadata_of`, inlined: saves a Python call
+        strides.append(None if tensor.is_contiguous() else tensor.strides)
+        offsets.append(tensor.offset)
+        sizes.extend(tensor.shape)  # not `+=`: `paddle.Size` overloads `+`
+        sizes.append(None)
         self.handles.append(weakref.ref(handle))
-        unread = self._unread
-        unread.append(tensor)
-        if len(unread) == READ_TOGETHER or self._compares_values:
-            self._read_metadata()
         if self._compares_values:
             self.checksums[len(self.handles) - 1] = checksum(tensor)
         return handle
-
-    def _read_metadata(self) -> None:
-        add_metadata(self.metadata, self._unread)
-        self._unread = []
 
     def recompute(self, is_last: bool) -> None:
         """Run the second forward, for all handles that are in the graph."""

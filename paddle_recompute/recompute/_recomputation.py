@@ -17,7 +17,7 @@ from paddle_recompute._paddle.saved_tensors import (
     metadata_lists_of,
     metadata_of,
     version_of,
-    without_graphs,
+    without_graph,
 )
 from paddle_recompute.captured_state import RECOMPUTATION_ADVICE, Call, RngState
 from paddle_recompute.errors import RecomputeError
@@ -79,6 +79,7 @@ class Recomputation:
         self._recomputed: list[Any] = []
         """The tensors that the second forward saves; None if the graph has freed the handle."""
         self._versions: list[int] = []
+        self._flags: list[bool] = []
         self._each_first_metadata: list[TensorMetadata] = []
         """`_first_metadata` per tensor; made when a single tensor is compared."""
         self._layouts: dict[int, TensorMetadata] = {}
@@ -88,7 +89,9 @@ class Recomputation:
         self._checks_each_tensor = bool(checksums) or not all(handles)
 
     def pack(self, tensor: paddle.Tensor) -> None:
-        """Keep the tensor; `finish` takes it out of its graph."""
+        """Keep the tensor, without its graph."""
+        self._flags.append(tensor.stop_gradient)
+        tensor = without_graph(tensor)
         self._recomputed.append(tensor)
         self._versions.append(version_of(tensor))
         if self._checks_each_tensor and len(self._recomputed) <= len(self._handles):
@@ -132,16 +135,14 @@ class Recomputation:
             RecomputeError: A handle would get no tensor, or one of another shape or dtype; the
                 check is on and there is any other difference; or `keep` is called less often.
         """
-        num_saved = len(self._handles)
+        tensors, num_saved = self._recomputed, len(self._handles)
         if self.has_ended:
-            del self._recomputed[num_saved:]
+            del tensors[num_saved:]
         elif (skipped := next(self.kept, None)) is not None:
             raise RecomputeError(
                 f"The second forward of {self.call.name} does not call {skipped.part.name}, its "
                 f"first forward did. {RECOMPUTATION_ADVICE}"
             )
-        flags = [True if t is None else t.stop_gradient for t in self._recomputed]
-        tensors = without_graphs(self._recomputed)
         if not self._checks_each_tensor and metadata_lists_of(tensors) != self._first_metadata:
             for index in range(min(len(tensors), num_saved)):
                 # If a tensor was changed in place since, its handle raises when it is unpacked.
@@ -157,7 +158,7 @@ class Recomputation:
                 f"The second forward of {self.call.name} is not a repetition of the first: "
                 f"{self._difference}. {RECOMPUTATION_ADVICE}"
             )
-        rows = zip(self._handles, tensors, self._versions, flags, strict=False)
+        rows = zip(self._handles, tensors, self._versions, self._flags, strict=False)
         for handle, tensor, version, flag in rows:
             if handle is not None:
                 handle.tensor, handle.version, handle.layout = tensor, version, None

@@ -175,7 +175,7 @@ def largest_batch(config: Config, vocab_size: int, chunks: Chunks, *, full: int 
         if chunks.tokens is not None:
             long = full * max(1, chunks.tokens // length)
             short = max(SHORTEST_TEXT, chunks.tokens // max(1, texts - long))
-            ids[long:, short:] = 0  # padding
+            ids[long:, short:] = config.model.pad_token_id
         batch[side] = paddle.to_tensor(ids.reshape(*rows, length))
     if config.contrastive.positives != "one":
         batch["query_ids"] = paddle.arange(pairs, dtype="int64")

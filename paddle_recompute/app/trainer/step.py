@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import paddle
@@ -126,10 +127,17 @@ class Objective:
 
     def cache(self, model: paddle.nn.Layer) -> GradCache:
         """What computes the gradient of a batch in `chunks`; without them, of all pairs at once."""
-        size, tokens = self.chunks.size, self.chunks.tokens
         one, *more = encoders_of(model)
         encoders = (one, *more) if more else one
-        return GradCache(encoders, self.loss, chunk_size=size, chunk_tokens=tokens)
+        return GradCache(encoders, self.loss, **self.chunk_options())
+
+    def chunk_options(self) -> dict[str, Any]:
+        """The options of `GradCache` and `ProgramCache` that say what a chunk is."""
+        size, tokens = self.chunks.size, self.chunks.tokens
+        pad_id, length_of = self._config.model.pad_token_id, None
+        if tokens is not None and pad_id:  # they find padding of 0 themselves
+            length_of = partial(_lengths, pad_id)
+        return {"chunk_size": size, "chunk_tokens": tokens, "length_of": length_of}
 
     def train_step(
         self, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer, **options: Any
@@ -143,6 +151,12 @@ class Objective:
         """
         options["sync"] = self.synchronization(model)
         return TrainStep(model, optimizer, grad_cache=self.cache(model), **options)
+
+
+def _lengths(pad_id: int, ids: paddle.Tensor) -> paddle.Tensor:
+    """Tokens of each row of `ids` up to the padding at its end, ``[batch]``, int64."""
+    number = paddle.arange(1, ids.shape[1] + 1, dtype="int64")
+    return ((ids != pad_id).astype("int64") * number).max(axis=1)
 
 
 def check_mode(config: Config) -> None:
@@ -214,11 +228,7 @@ def build_step(
         in_program = ProgramModel(config, vocab_size, objective)
         cache = None
         if objective.chunks:
-            cache = ProgramCache(
-                objective.loss,
-                chunk_size=objective.chunks.size,
-                chunk_tokens=objective.chunks.tokens,
-            )
+            cache = ProgramCache(objective.loss, **objective.chunk_options())
         return StaticTrainStep(
             config,
             in_program.build,
