@@ -28,13 +28,17 @@ def rows_of(batch: Any) -> int:
 
 
 def with_rows(batch: Any, rows: int) -> Any:
-    """`batch` with `rows` rows: the first ones, or repeated; of all tensors with as many rows."""
+    """`batch` with `rows` rows, of all tensors with as many: some at equal distances, or repeated.
+
+    So a few rows of a batch that is sorted by length have about its share of padding.
+    """
     size = rows_of(batch)
 
     def resize(tensor: paddle.Tensor) -> paddle.Tensor:
         if tensor.ndim == 0 or tensor.shape[0] != size:
             return tensor
-        index = paddle.arange(rows, dtype="int64") % size
+        number, few = paddle.arange(rows, dtype="int64"), min(rows, size)
+        index = (2 * number + 1) * size // (2 * few) % size
         return paddle.gather(tensor, index).detach()
 
     return _nested.map_tensors(resize, batch)
@@ -60,10 +64,10 @@ def probe(job: Job, progress: Progress | None = None) -> dict[int, StepCosts]:
     """The costs of three batches, the largest of which is at most the sample batch."""
     size = rows_of(job.batch)
     unit = max(1, min(size // 4, 16))
-    sizes = (unit * 2, unit * 3, unit * 4)
+    same = with_rows(job.batch, unit)  # the padding of other rows would bend the line
     return {
-        n: measure_costs(replace(job, batch=with_rows(job.batch, n)), progress=progress)
-        for n in sizes
+        n: measure_costs(replace(job, batch=with_rows(same, n)), progress=progress)
+        for n in (unit * 2, unit * 3, unit * 4)
     }
 
 
