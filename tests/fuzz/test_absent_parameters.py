@@ -310,6 +310,8 @@ def verdict(seed: int, seen: Counter[str]) -> None:
                 act(plain)
                 raise AssertionError(f"a foreign error: {where}") from error
             seen["error of Paddle"] += 1
+            if name == "optimizer.step":  # some are updated, in the order of the one or the other
+                return
             continue
         paddle.seed(number)
         wanted = _value(act(plain))
