@@ -179,7 +179,7 @@ def _fitted(path: Path, file: Path, model: Path | None) -> str:
         ),
         model=json.dumps(str(model.absolute()), ensure_ascii=False) if model is not None else "",
         kind=kind,
-        is_decoder=bool(kind) and ARCHITECTURES[kind].is_decoder,
+        is_decoder=kind in ARCHITECTURES and ARCHITECTURES[kind].is_decoder,  # or a user's Layer
         valid=valid,
         pool=min(10_000, len({pair.positive for pair in pairs})),
         train_file=json.dumps(str(path.absolute()), ensure_ascii=False),

@@ -114,3 +114,5 @@ train: {{max_steps: 2, learning_rate: 0.001, measure_plain: false, output_dir: o
     (tmp_path / "texts.txt").write_text("word1\nword2\n")
     encode = ("encode", "--model", "out", "--output", "v.npy", "texts.txt")
     assert "vectors of 16 numbers" in command(*encode).output
+    command("init", "--from-model", "out", "pairs.tsv", "--output", "next.yaml")
+    assert f"Of this {package}.model:Mean" in (tmp_path / "next.yaml").read_text()
