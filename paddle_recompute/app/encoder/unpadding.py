@@ -18,9 +18,7 @@ of the token at each place, of any token at padding. None: padding is computed l
 
 
 def indices_of(keep: paddle.Tensor) -> Indices:
-    """From ``[batch, length]``, which is 1 at a token and 0 at padding; None on a device."""
-    if paddle.get_device() != "cpu":
-        return None
+    """From ``[batch, length]``, which is 1 at a token and 0 at padding."""
     is_token = keep.astype("int64")
     number = paddle.maximum(is_token.flatten().cumsum() - 1, paddle.zeros([1], "int64"))
     return paddle.nonzero(is_token), number.reshape(paddle.shape(keep)).unsqueeze(2)
